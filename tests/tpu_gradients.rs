@@ -167,5 +167,9 @@ fn every_chip_takes(graph: &Graph, count: usize) {
         let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
         let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
         assert_eq!(kernels.count(), count, "{name}");
+        // What is simulated while the compiler works is what it compiles.
+        let [before, after] = [kernel_calls_before(&graph, None), kernel_calls(&hlo).unwrap()]
+            .map(|calls| calls.into_iter().map(|call| call.code).collect::<BTreeSet<_>>());
+        assert!(before == after && !after.is_empty(), "{name}");
     }
 }

@@ -67,6 +67,27 @@ impl Backend {
         }
     }
 
+    /// The graph with the kernels whose padding belongs into weights before these are quantized, and with weights so padded. For graphs
+    /// whose weights are floats.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn pad_weights<'g>(
+        &self,
+        graph: &'g Graph,
+        parts: usize,
+    ) -> Result<Cow<'g, Graph>, GraphError> {
+        match self {
+            Backend::Tpu {
+                kernels: true,
+                features,
+            } => tpu::pad_heads(graph, *features, parts).map(Cow::Owned),
+            Backend::Cpu { .. } | Backend::Gpu | Backend::Tpu { kernels: false, .. } => {
+                Ok(Cow::Borrowed(graph))
+            }
+        }
+    }
+
     /// The graph with this backend's kernels in place of the composites and contractions that it claims. Weights are
     /// brought into the kernels' layout by operations on weights alone, which [`crate::graph::stage`] moves to where
     /// weights are loaded. The devices compute `parts` parts of the batch, each without the others.

@@ -147,6 +147,14 @@ pub fn lower(
                 Some(_) => Cow::Owned(unconstrained(&traced.graph)?),
                 None => Cow::Borrowed(&traced.graph),
             };
+            let is_float = traced
+                .policy
+                .as_ref()
+                .is_none_or(|policy| policy.stored.is_empty());
+            let graph = match parts.filter(|_| is_float) {
+                Some(parts) => Cow::Owned(backend.pad_weights(&graph, parts)?.into_owned()),
+                None => graph,
+            };
             let (mut graph, slower) = quantize(graph, traced, Some(&target))?;
             if let Some(parts) = parts
                 && let Cow::Owned(claimed) = backend.claim(&graph, parts)?

@@ -18,7 +18,7 @@ pub use arithmetic::{Arithmetic, StoredWeights};
 pub use attention::Attention;
 pub use attention_gradient::{AttentionGradient, Side};
 pub use channels::{OfChannels, ScaleShift, SideBySide};
-pub use claim::{claim, claim_training, claims_in_training};
+pub use claim::{claim, claim_training, claims_in_training, pad_heads};
 pub use convolution::{Added, Convolution, Weights};
 pub use convolution_gradient::ConvolutionGradient;
 pub use heads::Heads;

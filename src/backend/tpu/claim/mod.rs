@@ -23,6 +23,7 @@ use super::{Arithmetic, Attention, Features, Heads, Product};
 use attention::attention;
 pub use attention::claims_in_training;
 use contracted::{ContractedDims, Scales};
+pub use padded_heads::pad_heads;
 pub use training::claim_training;
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
@@ -50,7 +51,6 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// # Errors
 /// When the graph is ill-typed.
 pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
-    let graph = &padded_heads::pad_heads(&Claims::of(graph, features, parts))?;
     let claims = Claims::of(graph, features, parts);
     let products = claims.with_norms(claims.products());
     let convolutions = claims.convolutions(&products);

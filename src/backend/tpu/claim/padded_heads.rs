@@ -3,18 +3,23 @@
 
 use std::collections::HashMap;
 
+use crate::backend::tpu::Features;
 use crate::dtype::DType;
-use crate::graph::{Binary, Builder, Composite, DotDims, Graph, Op, PadDim, Tensor};
+use crate::graph::{
+    Binary, Builder, Composite, DotDims, Granularity, Graph, Op, PadDim, QuantDot, Tensor,
+};
 
 use super::attention::Padded;
 use super::{Claims, Result};
 
 /// The graph with the kernel for each attention whose heads have to be padded where products with weights make its queries, keys and
-/// values. What multiplies its result with weights then multiplies the zeros too.
+/// values. What multiplies its result with weights then multiplies the zeros too. Products may be marked to be quantized, with
+/// scales that zeros do not change. Weights that are quantized already stay as they are, and their products too.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub(super) fn pad_heads(claims: &Claims<'_>) -> Result<Graph> {
+pub fn pad_heads(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
+    let claims = &Claims::of(graph, features, parts);
     let nodes = 0..claims.graph.nodes.len();
     let found = nodes.filter_map(|i| Some((i, claims.padded_attention(i)?)));
     let found: HashMap<usize, PaddedAttention> = found.collect();
@@ -123,10 +128,7 @@ impl<'a> Claims<'a> {
     /// form.
     fn rows_by_weights(&self, i: usize) -> Option<(&'a DotDims, [u32; 2])> {
         let node = &self.graph.nodes[i];
-        let Op::DotGeneral {
-            dims, quant: None, ..
-        } = &node.op
-        else {
+        let Op::DotGeneral { dims, quant, .. } = &node.op else {
             return None;
         };
         let &[x, weights] = &node.operands[..] else {
@@ -136,6 +138,7 @@ impl<'a> Claims<'a> {
         let fits = self.node(weights).shape.rank() == 2
             && dims.lhs_batch.is_empty()
             && dims.lhs_contract == [last]
+            && quant.as_deref().is_none_or(zeros_change_no_scale)
             && self.of_weights[weights as usize]
             && !self.from_stored[weights as usize];
         fits.then_some((dims, [x, weights]))
@@ -163,6 +166,16 @@ impl<'a> Claims<'a> {
         let [q, k, v] = heads;
         padded.call(b, [q?, k?, v?])
     }
+}
+
+/// Whether scales belong to rows or columns as a whole: groups of features would be others with zeros among them.
+fn zeros_change_no_scale(quant: &QuantDot) -> bool {
+    let formats = [quant.forward.lhs, quant.forward.rhs];
+    formats.into_iter().flatten().all(|format| {
+        format.granularity == Granularity::Channel
+            && !format.zero_point
+            && !format.has_stored_scale()
+    })
 }
 
 /// `x` with zeros behind the features of each head along `dim`, and behind the last head.
