@@ -1,5 +1,7 @@
 //! The TPU kernels of training against the graphs that they stand for, on the host; and that the TPU compiler takes them.
 
+use std::collections::BTreeSet;
+
 use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
@@ -7,6 +9,7 @@ use maxdiff::graph::{Builder, ConvDims, Graph, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{Attention, Linear, Precision, attention, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
+use maxdiff::report::{kernel_calls, kernel_calls_before};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
 
@@ -168,8 +171,16 @@ fn every_chip_takes(graph: &Graph, count: usize) {
         let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
         assert_eq!(kernels.count(), count, "{name}");
         // What is simulated while the compiler works is what it compiles.
-        let [before, after] = [kernel_calls_before(&graph, None), kernel_calls(&hlo).unwrap()]
-            .map(|calls| calls.into_iter().map(|call| call.code).collect::<BTreeSet<_>>());
+        let [before, after] = [
+            kernel_calls_before(&graph, None),
+            kernel_calls(&hlo).unwrap(),
+        ]
+        .map(|calls| {
+            calls
+                .into_iter()
+                .map(|call| call.code)
+                .collect::<BTreeSet<_>>()
+        });
         assert!(before == after && !after.is_empty(), "{name}");
     }
 }

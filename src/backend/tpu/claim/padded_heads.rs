@@ -3,14 +3,13 @@
 
 use std::collections::HashMap;
 
-use crate::backend::tpu::Features;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, DotDims, Granularity, Graph, Op, PadDim, QuantDot, Tensor,
 };
 
 use super::attention::Padded;
-use super::{Claims, Result};
+use super::{Claims, Features, Result};
 
 /// The graph with the kernel for each attention whose heads have to be padded where products with weights make its queries, keys and
 /// values. What multiplies its result with weights then multiplies the zeros too. Products may be marked to be quantized, with
