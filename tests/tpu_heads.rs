@@ -121,6 +121,16 @@ fn heads_are_padded_in_weights() {
     }
 }
 
+/// Qwix's rules quantize the products of attention, which the kernel multiplies in float.
+#[test]
+fn quantized_attention_is_no_kernel() {
+    let b = Builder::resume(projected([1, 2, 64, 256, 80], false, false));
+    let policy = Policy::qwix("m/", ".*", Vec::new(), Formats::aqt_int8(1)).unwrap();
+    annotate(&b, &policy).unwrap();
+    let padded = pad_heads(&b.finish(), Chip::V5e.features(), 1).unwrap();
+    assert_eq!(calls(&padded), 0);
+}
+
 /// Scales of groups of features would be others with zeros among them.
 #[test]
 fn heads_of_grouped_weights_are_padded_themselves() {

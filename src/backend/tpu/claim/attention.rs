@@ -54,11 +54,16 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
         Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),
         _ => false,
     };
-    let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
     let keys = body.inputs.get(1).and_then(|k| k.shape.dims.get(1));
     is_attention
         && keys.is_some_and(|keys| *keys >= LEAST_KEYS_TRAINED)
-        && !body.nodes.iter().any(is_quantized)
+        && !has_quantized_products(body)
+}
+
+/// Whether the products of an attention are marked to be quantized, as Qwix's rules mark them. Kernels multiply floats.
+pub(super) fn has_quantized_products(body: &Graph) -> bool {
+    let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
+    body.nodes.iter().any(is_quantized)
 }
 
 /// How the kernel of an attention has its operands.

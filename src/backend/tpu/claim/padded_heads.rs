@@ -8,7 +8,7 @@ use crate::graph::{
     Binary, Builder, Composite, DotDims, Granularity, Graph, Op, PadDim, QuantDot, Tensor,
 };
 
-use super::attention::Padded;
+use super::attention::{Padded, has_quantized_products};
 use super::{Claims, Features, Result};
 
 /// The graph with the kernel for each attention whose heads have to be padded where products with weights make its queries, keys and
@@ -65,11 +65,14 @@ impl<'a> Claims<'a> {
         let node = &self.graph.nodes[i];
         let Op::Composite {
             kind: Composite::Attention { causal: false },
-            ..
+            body,
         } = &node.op
         else {
             return None;
         };
+        if has_quantized_products(body) {
+            return None;
+        }
         let &[q, k, v] = &node.operands[..] else {
             return None;
         };
