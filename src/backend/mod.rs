@@ -11,7 +11,7 @@ pub mod tpu;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use crate::graph::{Composite, Graph, GraphError, Op};
+use crate::graph::{Composite, Graph, GraphError};
 
 /// The hardware that programs are lowered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,17 +181,7 @@ impl Backend {
 
 /// How many of a backend's kernels a graph calls, by name; those in loops once.
 pub fn kernel_counts(graph: &Graph) -> BTreeMap<&'static str, usize> {
-    let live = graph.live_nodes();
     let mut counts = BTreeMap::new();
-    for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
-        if let Op::CustomCall(call) = &node.op {
-            *counts.entry(call.name()).or_default() += 1;
-        }
-        for region in node.op.loop_regions() {
-            for (name, count) in kernel_counts(region) {
-                *counts.entry(name).or_default() += count;
-            }
-        }
-    }
+    graph.visit_calls(&mut |_, _, call| *counts.entry(call.name()).or_default() += 1);
     counts
 }

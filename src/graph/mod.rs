@@ -193,6 +193,19 @@ impl Graph {
         graph
     }
 
+    /// Tells `visit` of each kernel's call that an output depends on, here and in loops, with the graph that its operands are in.
+    pub fn visit_calls(&self, visit: &mut dyn FnMut(&Graph, &Node, &dyn CustomCall)) {
+        let live = self.live_nodes();
+        for (node, _) in self.nodes.iter().zip(live).filter(|(_, live)| *live) {
+            if let Op::CustomCall(call) = &node.op {
+                visit(self, node, call.as_ref());
+            }
+            for region in node.op.loop_regions() {
+                region.visit_calls(visit);
+            }
+        }
+    }
+
     /// Which nodes an output depends on.
     pub fn live_nodes(&self) -> Vec<bool> {
         let mut live = vec![false; self.nodes.len()];

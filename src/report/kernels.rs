@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::graph::{Configuration, CustomCall, Graph, Op};
+use crate::graph::{Configuration, CustomCall, Graph};
 use crate::proto::xla::{HloModuleProto, PrimitiveType, ShapeProto};
 use crate::shape::Shape;
 use crate::shard::SharedCalls;
@@ -56,26 +56,20 @@ pub struct KernelCycles {
 /// The calls that each device makes in a program, each once, before it is compiled. They are those of the compiled program
 /// ([`kernel_calls`]), unless the compiler finds that a kernel's operands are equal, or leaves a call out.
 pub fn kernel_calls_before(graph: &Graph, shared: Option<&SharedCalls>) -> BTreeSet<KernelCall> {
-    let live = graph.live_nodes();
     let mut calls = BTreeSet::new();
-    for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
-        if let Op::CustomCall(call) = &node.op {
-            let shape = |operand: &u32| &graph.nodes[*operand as usize].shape;
-            let operands: Vec<&Shape> = node.operands.iter().map(shape).collect();
-            let distinct = |i: &usize| !node.operands[..*i].contains(&node.operands[*i]);
-            let read: Vec<usize> = (0..operands.len()).filter(distinct).collect();
-            calls.extend(KernelCall::before(
-                call.as_ref(),
-                &operands,
-                &node.shape,
-                &read,
-                shared,
-            ));
-        }
-        for region in node.op.loop_regions() {
-            calls.append(&mut kernel_calls_before(region, shared));
-        }
-    }
+    graph.visit_calls(&mut |graph, node, call| {
+        let shape = |operand: &u32| &graph.nodes[*operand as usize].shape;
+        let operands: Vec<&Shape> = node.operands.iter().map(shape).collect();
+        let distinct = |i: &usize| !node.operands[..*i].contains(&node.operands[*i]);
+        let read: Vec<usize> = (0..operands.len()).filter(distinct).collect();
+        calls.extend(KernelCall::before(
+            call,
+            &operands,
+            &node.shape,
+            &read,
+            shared,
+        ));
+    });
     calls
 }
 
