@@ -32,6 +32,7 @@ fn update(weights: &[(String, Shape)], options: &OptimizerOptions) -> Graph {
             let gradient = shape.with_dtype(DType::F32);
             Trained {
                 name: format!("m/{key}"),
+                is_vector: shape.rank() <= 1,
                 weight,
                 gradient: b.input(&format!("grad_{key}"), gradient, &[]).unwrap(),
                 learning_rate: None,

@@ -21,6 +21,8 @@ pub mod random;
 mod rewrite;
 mod roll;
 pub mod scopes;
+mod stack;
+pub mod stacked;
 mod stage;
 mod vjp;
 

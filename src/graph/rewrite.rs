@@ -97,6 +97,20 @@ impl Graph {
             .iter()
             .map(|input| b.declare(input.clone()))
             .collect::<Result<Vec<_>, _>>()?;
+        self.substitute_onto(&b, &inputs, replace)?;
+        Ok(b.finish())
+    }
+
+    /// [`Graph::substitute`] onto a builder in which `inputs` stand for the program's inputs.
+    ///
+    /// # Errors
+    /// The same, and when a result takes over an input that is none of the builder's.
+    pub(super) fn substitute_onto(
+        &self,
+        b: &Builder,
+        inputs: &[Tensor],
+        replace: &mut Substitute<'_>,
+    ) -> Result<(), GraphError> {
         let mut copies: Vec<Tensor> = Vec::with_capacity(self.nodes.len());
         let live = self.live_nodes();
         for (i, node) in self.nodes.iter().enumerate() {
@@ -132,12 +146,19 @@ impl Graph {
             copies.push(copy);
         }
         for output in &self.outputs {
+            let taken_over = |input: usize| {
+                b.with_graph(|graph| match graph.nodes[inputs[input].index()].op {
+                    Op::Parameter(index) => Ok(index),
+                    _ => Err(b.invalid(format!("{}: takes over no input", output.name))),
+                })
+            };
             b.push_output(Output {
                 node: copies[output.node as usize].id,
+                alias: output.alias.map(taken_over).transpose()?,
                 ..output.clone()
             });
         }
-        Ok(b.finish())
+        Ok(())
     }
 
     /// The same program with the body in place of each composite that `chosen` takes, also within loops, and without

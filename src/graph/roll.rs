@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use super::stack::{entry_of, merged, stack};
 use super::stage::Known;
 use super::{Builder, Comparison, Graph, GraphError, Node, Op, Output, Tensor};
 use crate::dtype::DType;
@@ -26,12 +27,17 @@ pub fn roll(graph: Graph, request: Option<&[&str]>, shortest: usize) -> Result<G
     let lists = lists(&graph, shortest);
     let mut graph = graph;
     let mut done = 0;
+    let mut is_rolled = false;
     // A loop changes the numbers of all nodes.
     while let Some((list, rolled)) = first_rolled(&graph, request, &lists[done..], shortest)? {
         graph = rolled;
         done += list;
+        is_rolled = true;
     }
-    Ok(graph)
+    match is_rolled {
+        true => merged(&graph),
+        false => Ok(graph),
+    }
 }
 
 /// The number of the first list with blocks that can be a loop, and the graph with that loop.
@@ -545,64 +551,7 @@ impl Run<'_> {
     }
 }
 
-/// Values of one shape along a new first dimension.
-fn stack(b: &Builder, values: &[Tensor]) -> Result<Tensor> {
-    if let Some(whole) = stack_of(b, values)? {
-        return Ok(whole);
-    }
-    // The mark of what is stored goes behind the stack, so that the stack is what is stored.
-    let stored = |value: &Tensor| {
-        b.with_graph(|graph| {
-            let node = &graph.nodes[value.index()];
-            matches!(node.op, Op::Stored).then(|| b.tensor(node.operands[0]))
-        })
-    };
-    if let Some(values) = values.iter().map(stored).collect::<Option<Vec<_>>>() {
-        return b.stored(stack(b, &values)?);
-    }
-    let entries = values.iter().map(|value| {
-        let dims = b.dims(*value);
-        let places: Vec<usize> = (1..=dims.len()).collect();
-        b.broadcast_in_dim(*value, &places, &[&[1], &dims[..]].concat())
-    });
-    b.concatenate(&entries.collect::<Result<Vec<_>>>()?, 0)
-}
-
-/// The stack whose entries these values are, in order.
-fn stack_of(b: &Builder, values: &[Tensor]) -> Result<Option<Tensor>> {
-    let found = b.with_graph(|graph| {
-        let entry = |value: &Tensor| {
-            let node = &graph.nodes[value.index()];
-            let (Op::Reshape(_), [slice]) = (&node.op, &node.operands[..]) else {
-                return None;
-            };
-            let slice = &graph.nodes[*slice as usize];
-            let (Op::Slice { start, limit, .. }, [whole]) = (&slice.op, &slice.operands[..]) else {
-                return None;
-            };
-            let dims = &graph.nodes[*whole as usize].shape.dims;
-            let is_entry = dims[1..] == node.shape.dims && limit[0] == start[0] + 1;
-            is_entry.then_some((*whole, start[0], dims[0]))
-        };
-        let (whole, first, count) = entry(values.first()?)?;
-        let mut entries = values.iter().enumerate();
-        let in_order = entries.all(|(at, value)| entry(value) == Some((whole, first + at, count)));
-        in_order.then(|| (b.tensor(whole), first, count))
-    });
-    Ok(match found {
-        None => None,
-        Some((whole, 0, count)) if count == values.len() => Some(whole),
-        Some((whole, first, _)) => Some(b.slice_dim(whole, 0, first, first + values.len())?),
-    })
-}
-
-/// Entry `number` of a stack.
-fn entry_of(b: &Builder, stack: Tensor, number: usize) -> Result<Tensor> {
-    let entry = b.slice_dim(stack, 0, number, number + 1)?;
-    b.reshape(entry, &b.dims(stack)[1..])
-}
-
-/// The same, where only the program knows the number.
+/// Entry `number` of a stack, where only the program knows the number.
 fn dynamic_entry(b: &Builder, stack: Tensor, number: Tensor) -> Result<Tensor> {
     let mut dims = b.dims(stack);
     dims[0] = 1;

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::graph::{
     Builder, Granularity, GraphError, NumericsConvention, Op, Tensor, TensorFormat, vjp,
 };
-use crate::lowering::Traced;
+use crate::lowering::{Traced, Update};
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
 use crate::quant::{Formats, Policy};
 use crate::shape::Shape;
@@ -189,7 +189,10 @@ impl Case {
         b.output("y", y, None)?;
         let traced = Traced::new("kernel", b.finish());
         if self.layer.trains() {
-            return Ok(traced.trained(Arc::new(derivative)));
+            return Ok(traced.trained(Update {
+                add: Arc::new(derivative),
+                takes_stacks: false,
+            }));
         }
         let Some(quantization) = self.quantization else {
             return Ok(traced);

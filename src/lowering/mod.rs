@@ -12,7 +12,9 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
-use crate::graph::{Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stage};
+use crate::graph::{
+    Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stacked, stage,
+};
 use crate::quant::{self, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
@@ -269,6 +271,8 @@ fn trained(
     backend: Backend,
     target: Option<&Target>,
 ) -> Result<(Graph, Vec<Slower>), LowerError> {
+    let stacks = shortest_scan(traced, backend).filter(|_| update.takes_stacks);
+    let differentiate = |graph: &Graph| differentiate(graph, update, backend, stacks);
     let is_stored = traced
         .policy
         .as_ref()
@@ -278,24 +282,34 @@ fn trained(
         // scale of an output feature, which it contracts, goes to the gradient.
         true => {
             let (forward, slower) = quantize(Cow::Borrowed(&traced.graph), traced, target)?;
-            (differentiate(&forward, update, backend)?, slower)
+            (differentiate(&forward)?, slower)
         }
         false => {
-            let graph = differentiate(&traced.graph, update, backend)?;
+            let graph = differentiate(&traced.graph)?;
             let (graph, slower) = quantize(Cow::Owned(graph), traced, target)?;
             (graph.into_owned(), slower)
         }
     })
 }
 
-/// The forward pass with the derivative and the update that `update` adds to it.
-fn differentiate(graph: &Graph, update: &Update, backend: Backend) -> Result<Graph, GraphError> {
+/// The forward pass with the derivative and the update that `update` adds to it. Weights of `stacks` and more equal blocks that
+/// can be a loop are one input.
+fn differentiate(
+    graph: &Graph,
+    update: &Update,
+    backend: Backend,
+    stacks: Option<usize>,
+) -> Result<Graph, GraphError> {
     let inlined = graph.inline_composites(&|kind, body| {
         // Rounding has a derivative of its own.
         !matches!(kind, Composite::FakeQuantize { .. }) && !backend.claims_in_training(kind, body)
     });
-    let b = Builder::resume(inlined);
-    update(&b)?;
+    let forward = match stacks {
+        Some(shortest) => stacked::stack_weights(&inlined, shortest)?,
+        None => inlined,
+    };
+    let b = Builder::resume(forward);
+    (update.add)(&b)?;
     Ok(b.finish())
 }
 
@@ -309,16 +323,20 @@ fn unconstrained(graph: &Graph) -> Result<Graph, GraphError> {
     })
 }
 
+/// The number of equal blocks from which on a run of them is a loop, if any is.
+fn shortest_scan(traced: &Traced, backend: Backend) -> Option<usize> {
+    match traced.scan_layers {
+        Some(true) => Some(2),
+        Some(false) => None,
+        None => backend.shortest_scan(traced.update.is_some()),
+    }
+}
+
 /// The graph with loops in place of long runs of equal blocks.
 fn scanned(graph: Graph, traced: &Traced, backend: Backend) -> Result<Graph, LowerError> {
     let request = traced.request();
     let stages = traced.update.is_none().then_some(&request[..]);
-    let shortest = match traced.scan_layers {
-        Some(true) => Some(2),
-        Some(false) => None,
-        None => backend.shortest_scan(traced.update.is_some()),
-    };
-    let Some(shortest) = shortest else {
+    let Some(shortest) = shortest_scan(traced, backend) else {
         return Ok(graph);
     };
     let loops = |graph: &Graph| {

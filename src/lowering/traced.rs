@@ -6,8 +6,17 @@ use std::sync::Arc;
 use crate::graph::{Builder, Graph, GraphError};
 use crate::quant::{self, Decision, Policy, QuantError};
 
-/// Adds to the forward pass of a training step what follows it: the derivative and the optimizer.
-pub type Update = Arc<dyn Fn(&Builder) -> Result<(), GraphError> + Send + Sync>;
+/// Adds operations to a program.
+type Add = dyn Fn(&Builder) -> Result<(), GraphError> + Send + Sync;
+
+/// What follows the forward pass of a training step.
+#[derive(Clone)]
+pub struct Update {
+    /// Adds it: the derivative and the optimizer.
+    pub add: Arc<Add>,
+    /// Whether it can update weights of equal blocks that are one input ([`crate::graph::stacked`]).
+    pub takes_stacks: bool,
+}
 
 /// A traced program: its graph with composites, contractions annotated with their formats.
 #[derive(Clone)]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::dtype::DType;
-use crate::graph::{Graph, TensorFormat};
+use crate::graph::{Graph, TensorFormat, stacked};
 use crate::host_tensor::HostTensor;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, ip_adapter};
@@ -205,7 +205,7 @@ impl ModelFiles {
     }
 
     /// Reads the weights `slots` while those before them are put on the devices, applies `changes`, and gives their
-    /// arrays to `take`.
+    /// arrays to `take`: of weights that are one input ([`stacked`]) one array.
     ///
     /// # Errors
     /// When a weight is missing, cannot be read or put on the devices; errors of `take`.
@@ -229,18 +229,32 @@ impl ModelFiles {
                 }
                 continue;
             }
-            let wanted: Vec<(&str, DType)> = slots
-                .iter()
-                .map(|slot| (root_and_key(&slot.name).1, slot.shape.dtype))
-                .collect();
+            let keys = |slot: &Slot| {
+                let names = stacked::entries(&slot.name).into_iter();
+                let dtype = slot.shape.dtype;
+                names.map(move |name| (root_and_key(&name).1.to_owned(), dtype))
+            };
+            let wanted: Vec<(String, DType)> = slots.iter().flat_map(keys).collect();
             // As many tensors come as are asked for, in their order.
-            let mut specs = slots.iter().map(|slot| &slot.spec);
+            let mut slots = slots.iter();
+            let mut stack: Option<(&Slot, Vec<u8>)> = None;
             self.get(root)?.read_all_with(&wanted, |key, tensor| {
                 changes.apply(root, key, tensor)?;
-                match specs.next() {
-                    Some(spec) => take(session.put(tensor, spec)?),
-                    None => Ok(()),
+                let (slot, mut data) = match stack.take() {
+                    Some(begun) => begun,
+                    None => match slots.next() {
+                        Some(slot) if stacked::is_stacked(&slot.name) => (slot, Vec::new()),
+                        Some(slot) => return take(session.put(tensor, &slot.spec)?),
+                        None => return Ok(()),
+                    },
+                };
+                data.extend_from_slice(&tensor.data);
+                if data.len() < slot.shape.bytes() {
+                    stack = Some((slot, data));
+                    return Ok(());
                 }
+                let whole = HostTensor::new(slot.shape.clone(), data)?;
+                take(session.put(&whole, &slot.spec)?)
             })?;
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use regex::Regex;
 use serde_json::{Map, Value, json};
 
-use crate::graph::Graph;
+use crate::graph::{Graph, stacked};
 use crate::host_tensor::HostTensor;
 use crate::models::{DenoiserKind, Part};
 use crate::shape::Shape;
@@ -244,7 +244,8 @@ fn file_layer(name: &str) -> Option<(Part, &str)> {
 
 /// The ranks of the updates of `graph`, by the names of the weights that they stand beside.
 pub fn ranks_of(graph: &Graph) -> LoraRanks {
-    let downs = graph.weights().filter_map(|(_, input)| {
+    let weights = graph.weights().flat_map(|(_, input)| stacked::parts(input));
+    let downs = weights.filter_map(|input| {
         let layer = input.name.strip_suffix(DOWN[0])?;
         Some((format!("{layer}.weight"), *input.shape.dims.first()?))
     });

@@ -220,7 +220,8 @@ impl TrainingLoop<'_, '_> {
         if let Some(validation) = &mut self.validation
             && (is_last || is_due(validation.options.every))
         {
-            let weights = &|name: &str| state.weight(name);
+            let apart = state.apart(self.session)?;
+            let weights = &|name: &str| apart.get(name).or_else(|| state.weight(name));
             let measured =
                 validation.measure(weights, &mut || (self.observer)(TrainEvent::Validating))?;
             let Some(loss) = measured else {
@@ -251,7 +252,8 @@ impl TrainingLoop<'_, '_> {
         if let Some(samples) = &mut self.samples
             && (is_last || is_due(samples.options.every))
         {
-            let weights = &|name: &str| state.weight(name);
+            let apart = state.apart(self.session)?;
+            let weights = &|name: &str| apart.get(name).or_else(|| state.weight(name));
             let drawn =
                 samples.make(step, weights, &mut || (self.observer)(TrainEvent::Sampling))?;
             let Some(png) = drawn else {

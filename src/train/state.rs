@@ -8,14 +8,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::Value as Json;
 
 use crate::dtype::DType;
-use crate::graph::{Graph, Input, InputKind, TensorFormat};
+use crate::graph::{Graph, Input, InputKind, TensorFormat, stacked};
 use crate::host_tensor::HostTensor;
 use crate::models::Part;
 use crate::models::clip::TOKEN_EMBEDDING;
 use crate::pipelines::model_files::ModelFiles;
 use crate::quant::{initial_log_scale, is_log_scale, is_trained_range};
-use crate::runtime::{Array, Program, Session, Slot};
+use crate::runtime::{Array, Program, RuntimeError, Session, Slot};
 use crate::shape::Shape;
+use crate::shard::PartitionSpec;
 use crate::weights::save::pytorch_metadata;
 use crate::weights::source::ModelSource;
 use crate::weights::{FetchError, TensorSpec};
@@ -157,7 +158,10 @@ impl TrainingState {
             if let (InputKind::Weight(init), false) =
                 (input.kind.clone(), weights.contains_key(&input.name))
             {
-                let values = init.sample(seed, &input.name, input.shape.count());
+                let names = stacked::entries(&input.name);
+                let count = input.shape.count() / names.len();
+                let values = names.iter().flat_map(|name| init.sample(seed, name, count));
+                let values: Vec<f32> = values.collect();
                 let value = HostTensor::from_f32(input.shape.dims.clone(), &values)?
                     .convert(input.shape.dtype)?;
                 weights.insert(input.name.clone(), session.put(&value, &slot.spec)?);
@@ -246,24 +250,28 @@ impl TrainingState {
                 let nothing = HostTensor::zeros(input.shape.clone());
                 state.arrays[index] = Some(session.put(&nothing, &slot.spec)?);
             }
-            let Some(place) = &places[index] else {
+            if places[index].is_empty() {
                 continue;
-            };
-            if !open.contains_key(&place.file) {
-                open.insert(place.file.clone(), saved.tensors(&place.file)?);
             }
-            let tensor = open[&place.file]
-                .read(&place.name)
-                .map_err(CheckpointError::from)?;
-            if tensor.shape != place.shape {
-                return Err(TrainError::Resume {
-                    path: saved.dir().to_owned(),
-                    name: input.name.clone(),
-                    expected: place.shape.clone(),
-                    found: tensor.shape.to_string(),
-                });
+            let mut data = Vec::with_capacity(input.shape.bytes());
+            for place in &places[index] {
+                if !open.contains_key(&place.file) {
+                    open.insert(place.file.clone(), saved.tensors(&place.file)?);
+                }
+                let tensor = open[&place.file]
+                    .read(&place.name)
+                    .map_err(CheckpointError::from)?;
+                if tensor.shape != place.shape {
+                    return Err(TrainError::Resume {
+                        path: saved.dir().to_owned(),
+                        name: place.input.clone(),
+                        expected: place.shape.clone(),
+                        found: tensor.shape.to_string(),
+                    });
+                }
+                data.extend(tensor.data);
             }
-            let tensor = HostTensor::new(input.shape.clone(), tensor.data)?;
+            let tensor = HostTensor::new(input.shape.clone(), data)?;
             state.arrays[index] = Some(session.put(&tensor, &slot.spec)?);
         }
         if let Some(files) = files {
@@ -307,6 +315,30 @@ impl TrainingState {
             self.arrays[index].as_ref()
         };
         find(&averaged).or_else(|| find(name))
+    }
+
+    /// The weights that are one array with those of other blocks, each as an array of its own, by name: as
+    /// [`TrainingState::weight`] gives the others.
+    ///
+    /// # Errors
+    /// When a transfer fails.
+    pub(super) fn apart(&self, session: &Session) -> Result<BTreeMap<String, Array>, TrainError> {
+        let mut apart = BTreeMap::new();
+        let weights = self.inputs.iter().filter(|input| input.is_weight());
+        for input in weights.filter(|input| stacked::is_stacked(&input.name)) {
+            let array = self.weight(&input.name);
+            let array = array.ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?;
+            let whole = array.to_host(session.mesh())?;
+            let spec = PartitionSpec::new(array.spec().dims()[1..].to_vec())?;
+            let parts = stacked::parts(input);
+            let data = whole.data.chunks_exact(whole.data.len() / parts.len());
+            for (part, data) in parts.into_iter().zip(data) {
+                let shape = part.shape.with_dtype(whole.shape.dtype);
+                let tensor = HostTensor::new(shape, data.to_vec())?;
+                apart.insert(part.name, session.put(&tensor, &spec)?);
+            }
+        }
+        Ok(apart)
     }
 }
 
@@ -353,8 +385,9 @@ fn table(files: &ModelFiles, part: Part) -> Result<HostTensor, TrainError> {
     Ok(checkpoint.read_as(TOKEN_EMBEDDING, DType::F32)?)
 }
 
-/// Where a checkpoint has the value of an input.
+/// Where a checkpoint has the value of an input, or of a weight that is one input with those of other blocks.
 struct Place {
+    input: String,
     file: String,
     /// Its name there.
     name: String,
@@ -362,53 +395,60 @@ struct Place {
     shape: Shape,
 }
 
-/// The places of all inputs; none of data and of weights that are not trained.
-fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
-    let dims: BTreeMap<&str, &[usize]> = state
-        .inputs
+/// The places of all inputs, of which some have several; none of data and of weights that are not trained.
+fn places(options: &RunOptions, state: &TrainingState) -> Vec<Vec<Place>> {
+    let parts: Vec<Vec<Input>> = state.inputs.iter().map(stacked::parts).collect();
+    let dims: BTreeMap<&str, &[usize]> = parts
         .iter()
+        .flatten()
         .map(|input| (input.name.as_str(), input.shape.dims.as_slice()))
         .collect();
-    let place = |(input, frozen): (&Input, &bool)| {
-        if input.kind == InputKind::Data || *frozen || input.name.starts_with(ACCUMULATED) {
-            return None;
-        }
-        let inversion = options.inversion.as_ref();
-        if let Some(name) = inversion.and_then(|inversion| inversion.file_place(&input.name)) {
-            return Some(Place {
-                file: INVERSION_FILE.to_owned(),
-                name,
-                shape: input.shape.clone(),
-            });
-        }
-        let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
-        if is_trained_range(weight) && !weight.starts_with(STATE) {
-            let (_, name) = weight.split_once('/').unwrap_or(("", weight));
-            return Some(Place {
-                file: match weight == input.name {
-                    true => RANGES_FILE.to_owned(),
-                    false => format!("{EMA}{RANGES_FILE}"),
-                },
-                name: name.to_owned(),
-                shape: input.shape.clone(),
-            });
-        }
-        let Some(name) = lora::file_place(weight) else {
-            let (file, name) = whole_place(options, &input.name);
-            let shape = input.shape.clone();
-            return Some(Place { file, name, shape });
-        };
-        let file_dims = lora::file_dims(weight, &input.shape.dims, &dims);
-        Some(Place {
-            file: match weight == input.name {
-                true => LORA_FILE.to_owned(),
-                false => format!("{EMA}{LORA_FILE}"),
-            },
-            name,
-            shape: input.shape.with_dims(file_dims),
-        })
+    let inputs = parts.iter().zip(&state.frozen);
+    let of_parts = inputs.map(|(parts, frozen)| {
+        let saved = parts.iter().filter(|input| {
+            let is_value = input.kind != InputKind::Data && !input.name.starts_with(ACCUMULATED);
+            is_value && !frozen
+        });
+        saved.map(|input| place(options, input, &dims)).collect()
+    });
+    of_parts.collect()
+}
+
+/// The place of an input; `dims` has the dimensions of all.
+fn place(options: &RunOptions, input: &Input, dims: &BTreeMap<&str, &[usize]>) -> Place {
+    let at = |file: String, name: String, shape: Shape| Place {
+        input: input.name.clone(),
+        file,
+        name,
+        shape,
     };
-    state.inputs.iter().zip(&state.frozen).map(place).collect()
+    let inversion = options.inversion.as_ref();
+    if let Some(name) = inversion.and_then(|inversion| inversion.file_place(&input.name)) {
+        return at(INVERSION_FILE.to_owned(), name, input.shape.clone());
+    }
+    let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
+    let average_of = |file: &str| match weight == input.name {
+        true => file.to_owned(),
+        false => format!("{EMA}{file}"),
+    };
+    if is_trained_range(weight) && !weight.starts_with(STATE) {
+        let (_, name) = weight.split_once('/').unwrap_or(("", weight));
+        return at(
+            average_of(RANGES_FILE),
+            name.to_owned(),
+            input.shape.clone(),
+        );
+    }
+    let Some(name) = lora::file_place(weight) else {
+        let (file, name) = whole_place(options, &input.name);
+        return at(file, name, input.shape.clone());
+    };
+    let file_dims = lora::file_dims(weight, &input.shape.dims, dims);
+    at(
+        average_of(LORA_FILE),
+        name,
+        input.shape.with_dims(file_dims),
+    )
 }
 
 /// The checkpoint file of an input that is no factor, and its name there.
@@ -429,11 +469,55 @@ fn whole_place(options: &RunOptions, input: &str) -> (String, String) {
     (format!("{root}{suffix}/{file}"), key.to_string())
 }
 
+/// Where the training state has a value: part `part` of the `parts` equal ones that the array of `input` has along its first
+/// dimension.
+#[derive(Clone, Copy)]
+struct Source {
+    input: usize,
+    part: usize,
+    parts: usize,
+}
+
+/// Values copied from the devices. An array of several is copied once, as they follow each other.
+struct Copies<'a> {
+    session: &'a Session,
+    state: &'a TrainingState,
+    last: Option<(usize, Vec<u8>)>,
+}
+
+impl<'a> Copies<'a> {
+    fn new(session: &'a Session, state: &'a TrainingState) -> Copies<'a> {
+        Copies {
+            session,
+            state,
+            last: None,
+        }
+    }
+
+    /// The bytes of a value; `None` where its array was given away.
+    fn bytes(&mut self, source: Source) -> Result<Option<Vec<u8>>, RuntimeError> {
+        let Source { input, part, parts } = source;
+        let last = self.last.take().filter(|(known, _)| *known == input);
+        let data = match (last, &self.state.arrays[input]) {
+            (Some((_, data)), _) => data,
+            (None, Some(array)) => array.to_host(self.session.mesh())?.data,
+            (None, None) => return Ok(None),
+        };
+        if parts == 1 {
+            return Ok(Some(data));
+        }
+        let size = data.len() / parts;
+        let bytes = data[part * size..(part + 1) * size].to_vec();
+        self.last = (part + 1 < parts).then_some((input, data));
+        Ok(Some(bytes))
+    }
+}
+
 /// A safetensors file of a checkpoint.
 pub(super) struct TensorFile {
     path: String,
-    /// Tensors with the inputs that they are the values of.
-    tensors: Vec<(TensorSpec, usize)>,
+    /// Tensors with where their values are.
+    tensors: Vec<(TensorSpec, Source)>,
     constants: BTreeMap<String, HostTensor>,
     metadata: BTreeMap<String, String>,
 }
@@ -445,14 +529,14 @@ impl TensorFile {
         session: &'a Session,
         state: &'a TrainingState,
     ) -> CheckpointFile<'a> {
-        let places = self.tensors.iter();
-        let places: BTreeMap<String, usize> = places
-            .map(|(spec, index)| (spec.name.clone(), *index))
+        let sources = self.tensors.iter();
+        let sources: BTreeMap<String, Source> = sources
+            .map(|(spec, source)| (spec.name.clone(), *source))
             .collect();
+        let mut copies = Copies::new(session, state);
         self.file(move |name| {
-            let array = places.get(name).and_then(|at| state.arrays[*at].as_ref());
-            let array = array.ok_or("the array was given away")?;
-            Ok(array.to_host(session.mesh())?.data)
+            let source = *sources.get(name).ok_or("it is no tensor of the file")?;
+            Ok(copies.bytes(source)?.ok_or("the array was given away")?)
         })
     }
 
@@ -465,11 +549,12 @@ impl TensorFile {
         session: &Session,
         state: &TrainingState,
     ) -> Result<CheckpointFile<'f>, TrainError> {
+        let mut of_arrays = Copies::new(session, state);
         let mut copies = BTreeMap::new();
-        for (spec, index) in &self.tensors {
-            let array = state.arrays[*index].as_ref();
-            let array = array.ok_or_else(|| TrainError::UnknownInput(spec.name.clone()))?;
-            copies.insert(spec.name.clone(), array.to_host(session.mesh())?.data);
+        for (spec, source) in &self.tensors {
+            let bytes = of_arrays.bytes(*source)?;
+            let bytes = bytes.ok_or_else(|| TrainError::UnknownInput(spec.name.clone()))?;
+            copies.insert(spec.name.clone(), bytes);
         }
         Ok(self.file(move |name| Ok(copies.remove(name).ok_or("it was written before")?)))
     }
@@ -541,7 +626,7 @@ fn unchanged<'a>(
 /// The weights of the published model that belong into the file `path` and are not trained.
 fn unused_weights(
     path: &str,
-    trained: &[(TensorSpec, usize)],
+    trained: &[(TensorSpec, Source)],
     options: &RunOptions,
     base: Option<&ModelSource>,
 ) -> Result<BTreeMap<String, HostTensor>, TrainError> {
@@ -585,20 +670,25 @@ pub(super) fn files<'f>(
     for file in &options.unchanged {
         files.push(unchanged(file, state, options, base)?);
     }
-    let mut groups: BTreeMap<String, Vec<(TensorSpec, usize)>> = BTreeMap::new();
-    for (index, place) in places(options, state).into_iter().enumerate() {
-        if let Some(Place { file, name, shape }) = place {
-            let spec = TensorSpec { name, shape };
-            groups.entry(file).or_default().push((spec, index));
+    let mut groups: BTreeMap<String, Vec<(TensorSpec, Source)>> = BTreeMap::new();
+    for (input, places) in places(options, state).into_iter().enumerate() {
+        let parts = places.len();
+        for (part, place) in places.into_iter().enumerate() {
+            let source = Source { input, part, parts };
+            let spec = TensorSpec {
+                name: place.name,
+                shape: place.shape,
+            };
+            groups.entry(place.file).or_default().push((spec, source));
         }
     }
     if let (Some(record), Some(factors)) = (&options.lora, groups.get(LORA_FILE)) {
         let specs: Vec<&TensorSpec> = factors.iter().map(|(spec, _)| spec).collect();
         if let Some(file) = record.kohya(&specs) {
-            let indices = factors.iter().map(|(_, index)| *index);
+            let sources = factors.iter().map(|(_, source)| *source);
             files.push(content(TensorFile {
                 path: lora::KOHYA_FILE.to_owned(),
-                tensors: file.factors.into_iter().zip(indices).collect(),
+                tensors: file.factors.into_iter().zip(sources).collect(),
                 constants: file.alphas,
                 metadata: file.metadata,
             })?);

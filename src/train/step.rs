@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::random::RandomKey;
-use crate::graph::{Builder, Comparison, Graph, GraphError, Op, Tensor, grad};
+use crate::graph::{Builder, Comparison, Graph, GraphError, Op, Tensor, grad, scopes, stacked};
 use crate::host_tensor::HostTensor;
-use crate::lowering::Traced;
+use crate::lowering::{Traced, Update};
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{
     ActivationRanges, Dropout, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
@@ -221,10 +221,13 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let is_wanted = !beside || is_factor(name) || is_learned(name);
         is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
     };
-    let add_update = move |b: &Builder| update(b, settings, &is_trained);
-    Ok(traced
-        .with_scan_layers(model.scan_layers)
-        .trained(Arc::new(add_update)))
+    // Scales that are learned start from the weights that they are of, each by its name.
+    let takes_stacks = options.optimizer.takes_stacks() && options.fake_quantization.is_none();
+    let update = Update {
+        add: Arc::new(move |b: &Builder| update(b, settings, &is_trained)),
+        takes_stacks,
+    };
+    Ok(traced.with_scan_layers(model.scan_layers).trained(update))
 }
 
 /// Traces the mean squared errors of `rows` samples, which are inputs as noise and timesteps are: the loss of each without
@@ -348,31 +351,36 @@ fn update(
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let mut weights = weights(b);
-    weights.retain(|(name, weight, _)| is_trained(name, live[weight.index()]));
-    let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
+    weights.retain(|weight| is_trained(&weight.name, live[weight.tensor.index()]));
+    let wrt: Vec<Tensor> = weights
+        .iter()
+        .flat_map(|weight| weight.entries.iter().copied())
+        .collect();
     let mut gradients = grad(b, loss, &wrt)?;
     if let Some(dtype) = settings.sums {
         for gradient in &mut gradients {
             *gradient = reduce::summed_in(b, *gradient, dtype)?;
         }
     }
+    let mut gradients = gradients.into_iter();
     let of_scales = settings.freeze.map(|last| until(b, last, learning_rate));
     let of_scales = of_scales.transpose()?;
     let mut rates = Rates::new(learning_rate, settings.plus_ratio);
     let trained: Vec<Trained> = weights
         .into_iter()
-        .zip(gradients)
-        .map(|((name, weight, logical_axes), gradient)| {
-            let own_rate = match of_scales.filter(|_| is_log_scale(&name)) {
+        .map(|weight| {
+            let of_entries: Vec<Tensor> = gradients.by_ref().take(weight.entries.len()).collect();
+            let own_rate = match of_scales.filter(|_| is_log_scale(&weight.name)) {
                 Some(rate) => Some(rate),
-                None => rates.of(b, &name)?,
+                None => rates.of(b, &weight.name)?,
             };
             Ok(Trained {
                 learning_rate: own_rate,
-                name,
-                weight,
-                gradient: split_as_weight(b, gradient, &logical_axes)?,
-                logical_axes,
+                is_vector: b.dims(weight.entries[0]).len() <= 1,
+                gradient: weight.gradient(b, &of_entries)?,
+                name: weight.name,
+                weight: weight.tensor,
+                logical_axes: weight.logical_axes,
             })
         })
         .collect::<Result<_, GraphError>>()?;
@@ -411,6 +419,31 @@ fn update(
     Ok(())
 }
 
+/// A weight of the program, or those of equal blocks as one input.
+struct Weight {
+    name: String,
+    tensor: Tensor,
+    /// The weight itself, or the weights of the stack in the order of their blocks.
+    entries: Vec<Tensor>,
+    logical_axes: Vec<Option<&'static str>>,
+}
+
+impl Weight {
+    /// The gradient, split over devices as the weight is, by those of the entries.
+    fn gradient(&self, b: &Builder, of_entries: &[Tensor]) -> Result<Tensor, GraphError> {
+        match (of_entries, stacked::is_stacked(&self.name)) {
+            (&[gradient], false) => split_as_weight(b, gradient, &self.logical_axes),
+            (entries, _) => {
+                let axes = self.logical_axes.get(1..).unwrap_or_default();
+                let entries = entries.iter().map(|entry| split_as_weight(b, *entry, axes));
+                let entries = entries.collect::<Result<Vec<_>, _>>()?;
+                let whole = stacked::stack(&b.root(scopes::OPTIMIZER), &entries)?;
+                split_as_weight(b, whole, &self.logical_axes)
+            }
+        }
+    }
+}
+
 /// A gradient, split over devices as its weight is. Where it is computed, so that loops over blocks stack parts of it.
 fn split_as_weight(
     b: &Builder,
@@ -436,9 +469,10 @@ fn until(b: &Builder, last: u64, learning_rate: Tensor) -> Result<Tensor, GraphE
     )
 }
 
-/// All weights with their logical axes.
-fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
+/// All weights.
+fn weights(b: &Builder) -> Vec<Weight> {
     b.with_graph(|g| {
+        let mut entries = stacked::entry_nodes(g);
         let nodes = g.nodes.iter().enumerate();
         let parameters = nodes.filter_map(|(id, node)| match node.op {
             Op::Parameter(i) => Some((id, &g.inputs[i])),
@@ -447,8 +481,14 @@ fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
         let weights = parameters.filter(|(_, input)| input.is_weight());
         weights
             .map(|(id, input)| {
-                let tensor = b.tensor(id as u32);
-                (input.name.clone(), tensor, input.logical_axes.clone())
+                let id = id as u32;
+                let entries = entries.remove(&id).unwrap_or_else(|| vec![id]);
+                Weight {
+                    name: input.name.clone(),
+                    tensor: b.tensor(id),
+                    entries: entries.into_iter().map(|id| b.tensor(id)).collect(),
+                    logical_axes: input.logical_axes.clone(),
+                }
             })
             .collect()
     })

@@ -1,6 +1,7 @@
 //! Fine-tuning of FLUX.1, Stable Diffusion 3 and PixArt from the outside.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use super::runs::{Place, in_grid};
@@ -15,6 +16,25 @@ const SMALL: [&str; 2] = ["max_sequence_length=24", "weights_dtype=float32"];
 
 fn with(groups: &[&[&'static str]]) -> Vec<&'static str> {
     [&SMALL[..], &groups.concat()].concat()
+}
+
+/// Whether two checkpoints have the same tensors, up to a relative L2 distance.
+fn are_close(one: &Path, other: &Path, limit: f64) {
+    let [one, other] = [one, other].map(|path| Checkpoint::open(path).unwrap());
+    assert!(one.names().eq(other.names()));
+    for name in one.names() {
+        let [a, b] = [&one, &other].map(|file| file.read(name).unwrap());
+        assert_eq!(a.shape, b.shape, "{name}");
+        let [a, b] = [a, b].map(|tensor| tensor.to_f64_vec().unwrap());
+        let length = |values: &[f64]| values.iter().map(|v| v * v).sum::<f64>().sqrt();
+        let difference: Vec<f64> = a.iter().zip(&b).map(|(a, b)| a - b).collect();
+        assert!(
+            length(&difference) <= limit * length(&a),
+            "{name}: {} of {}",
+            length(&difference),
+            length(&a)
+        );
+    }
 }
 
 /// FLUX.1 dev: a run continues with the same losses, draws in training what `generate` draws with its file, and has the
@@ -49,9 +69,25 @@ fn updates_of_flux_are_loaded_as_they_were_trained() {
     assert_eq!(place.losses("whole"), place.losses("parts"));
     assert_eq!(place.losses("whole").len(), 4);
 
-    let file = place
-        .checkpoint("whole", 4)
-        .join("pytorch_lora_weights.safetensors");
+    // Blocks as loops, whose weights are one input: files and losses are those of one weight after the other.
+    let loops = [&words[..], &["seed=3", "scan_layers=True"]].concat();
+    place.train("loops", &with(&[&loops, &["max_train_steps=2"]]));
+    let words_of_grid = [&grid[..2], &["max_train_steps=4"]].concat();
+    place.train("loops", &with(&[&loops, &words_of_grid]));
+    for (whole, looped) in place.losses("whole").iter().zip(&place.losses("loops")) {
+        assert!((whole - looped).abs() < 1e-5 * whole, "{whole} {looped}");
+    }
+    let file_of = |run: &str| {
+        let checkpoint = place.checkpoint(run, 4);
+        checkpoint.join("pytorch_lora_weights.safetensors")
+    };
+    are_close(&file_of("whole"), &file_of("loops"), 1e-3);
+    let drawn = place.generate("loops", &SMALL);
+    let drawn_in_training =
+        image::open(place.path("loops").join("samples/step-00000004-00001.png")).unwrap();
+    assert!(in_grid(&drawn, &drawn_in_training.to_rgb8()));
+
+    let file = file_of("whole");
     let lora = Checkpoint::open(&file).unwrap();
     // Twelve layers of the double block, and queries, keys and values of two single blocks.
     assert_eq!(lora.names().count(), 2 * (12 + 2 * 3));
@@ -105,6 +141,13 @@ fn a_fine_tuned_transformer_is_a_whole_model() {
     for other in [&trained, &averaged] {
         assert!(other.names().eq(own.names()));
         assert_eq!(own.read(positions).unwrap(), other.read(positions).unwrap());
+    }
+    let loops = with(&[&words, &["scan_layers=True"]]);
+    let log = place.train("loops", &loops);
+    assert!(log.contains("validation loss"), "{log}");
+    for folder in ["transformer", "transformer_ema"] {
+        let [one, loops] = ["one", "loops"].map(|run| place.checkpoint(run, 3).join(folder));
+        are_close(&one, &loops, 1e-3);
     }
     let weight = "proj_out.weight";
     let values = [&own, &trained, &averaged].map(|file| file.read(weight).unwrap().data);
@@ -168,6 +211,7 @@ fn updates_of_pixart_beside_integers_follow_those_beside_floats() {
     let whole = ["max_train_steps=2", "learning_rate=1e-3"];
     place.train("one", &with(&[&whole, &["per_device_batch_size=6"]]));
     let two = [
+        "scan_layers=True",
         "per_device_batch_size=3",
         "num_devices=2",
         "ici_fsdp_parallelism=2",

@@ -56,6 +56,7 @@ fn compiled_training_step() -> CompileReport {
         .zip(gradients)
         .map(|((name, weight), gradient)| Trained {
             name,
+            is_vector: false,
             weight,
             gradient,
             learning_rate: None,

@@ -68,6 +68,15 @@ impl Optimizer {
             | Optimizer::Prodigy { .. } => false,
         }
     }
+
+    /// Whether it treats each element of a weight alike, so that several weights may be one tensor.
+    fn is_elementwise(self) -> bool {
+        match self {
+            Optimizer::AdamW { .. } | Optimizer::Lion { .. } | Optimizer::Prodigy { .. } => true,
+            // Blocks of 256 elements; rows, columns and the root mean square of each weight.
+            Optimizer::AdamW8bit { .. } | Optimizer::Adafactor { .. } => false,
+        }
+    }
 }
 
 /// Settings of the update.
@@ -94,11 +103,18 @@ impl OptimizerOptions {
     pub fn rounds(&self) -> bool {
         self.stochastic_rounding || self.optimizer.rounds()
     }
+
+    /// Whether weights of equal blocks may be one tensor.
+    pub fn takes_stacks(&self) -> bool {
+        self.optimizer.is_elementwise()
+    }
 }
 
-/// One trained weight: its value and its gradient.
+/// One trained weight, or those of equal blocks along a new first dimension: value and gradient.
 pub struct Trained {
     pub name: String,
+    /// Whether it is a weight of one dimension, such as a bias, or a stack of such.
+    pub is_vector: bool,
     pub weight: Tensor,
     pub gradient: Tensor,
     /// Its own learning rate, where that is not the common one.

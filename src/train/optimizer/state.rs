@@ -91,8 +91,7 @@ impl Frame {
 
     /// How much a weight decays, relative to its learning rate. Scales do not.
     pub fn weight_decay(&self, trained: &Trained) -> f64 {
-        let is_matrix = self.b.dims(trained.weight).len() > 1;
-        match (self.decays_vectors || is_matrix) && !is_log_scale(&trained.name) {
+        match (self.decays_vectors || !trained.is_vector) && !is_log_scale(&trained.name) {
             true => self.weight_decay,
             false => 0.0,
         }
