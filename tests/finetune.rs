@@ -199,6 +199,7 @@ impl<'a> Run<'a> {
                 names::TIMESTEP => "in/timesteps".to_owned(),
                 "input_ids" => "in/ids".to_owned(),
                 "input_ids_2" => "in/ids_2".to_owned(),
+                names::MASK => "in/mask".to_owned(),
                 other => format!("in/{other}"),
             };
             if self.golden.has(&recorded) {
@@ -410,6 +411,20 @@ fn five_steps_with_another_rate_of_second_factors_are_those_of_pytorch() {
     let run = Run::new(&session, "sd15", Trains::lora(lora), 1);
     // Nine layers of the middle block.
     assert_eq!(run.check("plus", &recorded_factor), 2 * 9);
+}
+
+/// Masks weigh squared errors as kohya's `apply_masked_loss`; of each batch others.
+#[test]
+fn five_steps_with_masks_are_those_of_pytorch() {
+    let session = keeping_session();
+    let golden = Golden::read("finetune/sd15/steps.safetensors");
+    let trains = Trains {
+        masked: true,
+        ..Trains::lora(recorded_updates(&golden))
+    };
+    let run = Run::new(&session, "sd15", trains, 1);
+    // Nine layers of the middle block.
+    assert_eq!(run.check("masked", &recorded_factor), 2 * 9);
 }
 
 /// Updates of the UNet and of all text encoders, each part with its own learning rate.

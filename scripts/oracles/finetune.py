@@ -15,7 +15,8 @@ and `train_text_to_image_lora_sdxl.py` do, each part with a learning rate of its
 in/text/<part>/<layer>.down and .up the factors, and those of the UNet in/lora. Of layers that the loss does not depend on
 (the last one of SDXL's first encoder) nothing is recorded. `plus` (sd15) is `lora` with a learning rate of .up that is
 lora_plus_ratio times that of .down, in parameter groups as PEFT's create_loraplus_optimizer has them; the factors of the
-middle block are recorded.
+middle block are recorded. So they are of `masked` (sd15): `lora` whose squared errors are multiplied with in/mask
+[5, 2, 1, 8, 8] before their mean over all elements, as kohya's apply_masked_loss does with masks of the size of latents.
 Also in/image (bytes, rows first), in/image_noise, and what the autoencoder makes of them: out/mean and out/deviation
 (unscaled), and out/sample, drawn with the noise and scaled.
 """
@@ -84,6 +85,8 @@ def loss_of(unet, scheduler, at, gamma):
     kind = scheduler.config.prediction_type
     target = at["noise"] if kind == "epsilon" else scheduler.get_velocity(at["latents"], at["noise"], timesteps)
     predicted = prediction(unet, noisy, timesteps, at)
+    if "mask" in at:
+        return (F.mse_loss(predicted.float(), target.float(), reduction="none") * at["mask"]).mean()
     if gamma is None:
         return F.mse_loss(predicted.float(), target.float(), reduction="mean")
     snr = compute_snr(scheduler, timesteps)
@@ -232,7 +235,15 @@ def main():
             unet = model().requires_grad_(False)
             factors = low_rank(unet, TARGETS, case, "lora")
             results = train(unet, scheduler, data, factors, plus=PLUS)
-            record(tensors, "plus", results, factors, lambda name: name.startswith("mid_block."))
+            in_middle = lambda name: name.startswith("mid_block.")
+            record(tensors, "plus", results, factors, in_middle)
+            # Some places count in full, some in part and some not.
+            drawn = rng("finetune", case, "mask").integers(-2, 7, (STEPS, BATCH, 1, 8, 8))
+            tensors["in/mask"] = (drawn / 4).clip(0, 1).astype(np.float32)
+            unet = model().requires_grad_(False)
+            factors = low_rank(unet, TARGETS, case, "lora")
+            results = train(unet, scheduler, data | {"mask": tensors["in/mask"]}, factors)
+            record(tensors, "masked", results, factors, in_middle)
         if case != "sd21":
             text_and_unet(case, parts, model().requires_grad_(False), scheduler, data, tensors)
         encoded(case, parts, tensors)

@@ -2,8 +2,8 @@
 //!
 //! The compiler predicts no time for kernels that are not its own. But if libtpu is loaded with the flag
 //! `--xla_jf_dump_static_llo_profile_to`, it simulates every operation that it compiles: it unrolls loops and the steps
-//! of grids, and models stalls of the matrix units and the latency of transfers. So a [`Simulator`] compiles a program
-//! of one kernel in a child process and reads the file that libtpu writes.
+//! of grids, and models stalls of the matrix units and the latency of transfers. So a [`Simulator`] compiles
+//! programs of one kernel each in a child process, and reads the file that libtpu writes of each.
 //!
 //! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated, and once
 //! more of them: the difference is what a step takes without the transfers before the first one and after the last. The
@@ -13,14 +13,9 @@
 //! 5 steps of one core. So the parts that are compared keep both busy.
 
 use std::borrow::Cow;
-use std::fs;
-use std::io::{Read, Seek, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::Duration;
+use std::sync::atomic::AtomicBool;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -30,6 +25,8 @@ use serde_json::json;
 use crate::report::{KernelCall, KernelCode, KernelCycles};
 use crate::topology::{Accelerator, Chip, Format};
 
+use super::simulator_child::{SimulationError, SimulatorChild};
+
 /// Of a grid, no more steps of the outer dimensions are simulated than take about this many cycles at the chip's peak
 /// rates, but at least one, and once more another.
 const MOST_CYCLES: f64 = 10_000.0;
@@ -37,29 +34,6 @@ const MOST_CYCLES: f64 = 10_000.0;
 /// If all steps of the last dimension take more than this, some of them are simulated. Of an attention's eight, two
 /// said 8 % less than all.
 const MOST_CYCLES_OF_LAST: f64 = 100_000.0;
-
-/// How often a child process is looked at.
-const POLL: Duration = Duration::from_millis(20);
-
-/// What libtpu is told in the child process.
-const FLAG: &str = "--xla_jf_dump_static_llo_profile_to";
-
-/// Why a kernel was not simulated.
-#[derive(Debug, thiserror::Error)]
-pub enum SimulationError {
-    #[error("{}: {what}: {error}", path.display())]
-    Io {
-        path: PathBuf,
-        what: &'static str,
-        error: std::io::Error,
-    },
-    #[error("{0} has no TPU compiler")]
-    NotTpu(Chip),
-    #[error("the TPU compiler simulated nothing: {0}")]
-    NoResult(String),
-    #[error("stopped")]
-    Stopped,
-}
 
 /// What the simulation of a kernel told.
 #[derive(Debug, Clone, Copy)]
@@ -81,18 +55,36 @@ impl Simulator {
         Simulator { program }
     }
 
-    /// The cycles of a kernel's call on one device of `chip`. Once `stop` is set, the child process is ended.
+    /// Simulates kernels for `chip`; the child process is started with the first.
+    pub fn of_chip(&self, chip: Chip) -> ChipSimulator {
+        ChipSimulator {
+            program: self.program.clone(),
+            chip,
+            child: None,
+        }
+    }
+}
+
+/// Simulates kernels for a chip, in one child process as long as it lives: starting one and loading libtpu takes 0.6 s.
+pub struct ChipSimulator {
+    program: PathBuf,
+    chip: Chip,
+    child: Option<SimulatorChild>,
+}
+
+impl ChipSimulator {
+    /// The cycles of a kernel's call on one device. Once `stop` is set, the child process is ended.
     ///
     /// # Errors
     /// When the child process cannot be started, its compiler refuses the kernel, or it is stopped.
     pub fn simulated(
-        &self,
-        chip: Chip,
+        &mut self,
         call: &KernelCall,
         stop: &AtomicBool,
     ) -> Result<Simulated, SimulationError> {
-        let simulate = |grid: Option<&Grid>| {
-            let cycles = self.simulate(chip, &module(&call.code, grid), stop)?;
+        let chip = self.chip;
+        let mut simulate = |grid: Option<&Grid>| {
+            let cycles = self.simulate(&module(&call.code, grid), stop)?;
             Ok::<f64, SimulationError>(cycles as f64)
         };
         let whole = grid_of(&call.code.text);
@@ -118,67 +110,23 @@ impl Simulator {
     }
 
     /// The cycles of all operations of a StableHLO module together.
-    fn simulate(
-        &self,
-        chip: Chip,
-        stablehlo: &str,
-        stop: &AtomicBool,
-    ) -> Result<u64, SimulationError> {
-        let accelerator = Accelerator::smallest(chip).ok_or(SimulationError::NotTpu(chip))?;
-        let io = |path: &Path, what| {
-            let path = path.to_owned();
-            move |error| SimulationError::Io { path, what, error }
-        };
-        let folder = std::env::temp_dir();
-        let folder =
-            tempfile::tempdir_in(&folder).map_err(io(&folder, "no folder could be made"))?;
-        // Not in the folder of libtpu's files, all of which are read.
-        let mut said =
-            tempfile::tempfile().map_err(io(&std::env::temp_dir(), "no file could be made"))?;
-        let messages = said.try_clone();
-        let messages = messages.map_err(io(&std::env::temp_dir(), "no file could be made"))?;
-        let flags = std::env::var("LIBTPU_INIT_ARGS").unwrap_or_default();
-        let mut child = Command::new(&self.program)
-            .args(["kernel", "simulate", "--topology", &accelerator.name])
-            .env(
-                "LIBTPU_INIT_ARGS",
-                format!("{flags} {FLAG}={}", folder.path().display()),
-            )
-            // One run wrote 1.2 GB of messages.
-            .envs([("TPU_LOG_DIR", "disabled"), ("TPU_MIN_LOG_LEVEL", "3")])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(messages)
-            .spawn()
-            .map_err(io(&self.program, "could not be started"))?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // A child that ends before it has read everything says why.
-            let _ = stdin.write_all(stablehlo.as_bytes());
-        }
-        let failed = || io(&self.program, "failed");
-        while child.try_wait().map_err(failed())?.is_none() {
-            if stop.load(Ordering::Relaxed) {
-                child.kill().and_then(|()| child.wait()).map_err(failed())?;
-                return Err(SimulationError::Stopped);
+    fn simulate(&mut self, stablehlo: &str, stop: &AtomicBool) -> Result<u64, SimulationError> {
+        let mut child = match self.child.take() {
+            Some(child) => child,
+            None => {
+                let accelerator = Accelerator::smallest(self.chip);
+                let accelerator = accelerator.ok_or(SimulationError::NotTpu(self.chip))?;
+                SimulatorChild::start(&self.program, &accelerator.name)?
             }
-            thread::sleep(POLL);
-        }
-        // libtpu may end the process after it has written: only the file counts.
-        let mut cycles = None;
-        let files = fs::read_dir(folder.path()).map_err(io(folder.path(), "cannot be read"))?;
-        for file in files.flatten() {
-            let text =
-                fs::read_to_string(file.path()).map_err(io(&file.path(), "cannot be read"))?;
-            cycles = cycles_of(&text)
-                .map(|found| found + cycles.unwrap_or(0))
-                .or(cycles);
-        }
-        cycles.ok_or_else(|| {
-            let mut text = Vec::new();
-            // Without the message, that there is no result is still true.
-            let _ = said.rewind().and_then(|()| said.read_to_end(&mut text));
-            SimulationError::NoResult(why(&String::from_utf8_lossy(&text)).to_owned())
-        })
+        };
+        let lives = child.compile(stablehlo, stop)?;
+        // libtpu may end the process after it has written: only the files count.
+        let files = child.take_files()?;
+        let cycles = files.iter().filter_map(|text| cycles_of(text));
+        let cycles = cycles.reduce(|one, other| one + other);
+        let result = cycles.ok_or_else(|| SimulationError::NoResult(child.last_words()));
+        self.child = lives.then_some(child);
+        result
     }
 }
 
@@ -209,14 +157,6 @@ fn product_cycles(chip: Chip, call: &KernelCall) -> f64 {
 /// What a call's bytes take at the bandwidth of HBM; 0 where the clock is not known.
 fn hbm_cycles(chip: Chip, call: &KernelCall) -> f64 {
     call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * chip.clock_hz().unwrap_or(0.0)
-}
-
-/// The last line of what a child process said, but for a pointer to the compiler's documents.
-fn why(said: &str) -> &str {
-    let mut lines = said.lines().rev().filter(|line| !line.trim().is_empty());
-    lines
-        .find(|line| !line.starts_with("See http"))
-        .unwrap_or("no message")
 }
 
 /// The cycles in libtpu's text: `hlo_op_estimate { estimated_cycles: 42 num_equivalent_hlos: 1 }`.

@@ -8,6 +8,7 @@ mod cycles;
 mod error;
 mod header;
 mod simulations;
+mod simulator_child;
 
 use std::collections::BTreeMap;
 
@@ -20,8 +21,9 @@ use crate::quant::{Decision, Slower};
 use crate::report::CompileReport;
 
 pub use compiler::{Compiler, compile_for_one};
-pub use cycles::{SimulationError, Simulator};
+pub use cycles::Simulator;
 pub use error::AotError;
+pub use simulator_child::{SimulationError, serve};
 
 /// The options of a compilation, beside its devices.
 #[derive(Clone, Debug)]

@@ -8,10 +8,11 @@ use std::thread::{self, JoinHandle};
 use crate::report::{KernelCall, KernelCode, KernelCycles};
 use crate::topology::Chip;
 
-use super::cycles::{Simulated, SimulationError, Simulator};
+use super::cycles::{Simulated, Simulator};
+use super::simulator_child::SimulationError;
 
-/// Kernels that are simulated by threads of their own, each in child processes that take one processor for seconds, for convolutions
-/// minutes. Dropped, it ends them.
+/// Kernels that are simulated by threads of their own, each in a child process that takes one processor for seconds a kernel, for
+/// convolutions minutes. Dropped, it ends them.
 pub struct Simulations {
     work: Arc<Work>,
     threads: Vec<JoinHandle<()>>,
@@ -92,11 +93,12 @@ impl Work {
 
     /// Simulates what waits, until nothing does.
     fn run(&self) {
+        let mut simulator = self.simulator.of_chip(self.chip);
         while !self.stop.load(Ordering::Relaxed) {
             let Some(call) = self.lock().waiting.pop() else {
                 return;
             };
-            match self.simulator.simulated(self.chip, &call, &self.stop) {
+            match simulator.simulated(&call, &self.stop) {
                 Ok(simulated) => {
                     self.lock().done.insert(call.code, simulated);
                 }

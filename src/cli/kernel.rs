@@ -1,14 +1,14 @@
 //! `kernel list`, `kernel check` and `kernel cycles`: this program's kernels, one at a time.
 
 use std::collections::BTreeMap;
-use std::io::Read;
+use std::io;
 use std::process::ExitCode;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
-use crate::aot::{Simulator, compile_for_one};
+use crate::aot::{Simulator, compile_for_one, serve};
 use crate::backend::Backend;
 use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
@@ -42,7 +42,7 @@ enum KernelCommand {
     /// estimates. Nothing runs, and no TPU is needed.
     #[command(after_long_help = help::KERNEL)]
     Cycles(CaseArgs),
-    /// Compile the StableHLO on standard input: `compile` and `kernel cycles` run this with libtpu told to simulate
+    /// Compile the StableHLO modules on standard input: `compile` and `kernel cycles` run this with libtpu told to simulate
     #[command(hide = true)]
     Simulate {
         #[arg(long, value_name = "NAME")]
@@ -113,11 +113,9 @@ pub fn run(args: KernelArgs) -> Result<ExitCode, CliError> {
         KernelCommand::Cycles(args) => cycles(&args)?,
         KernelCommand::Simulate { topology } => {
             let accelerator = Accelerator::lookup(&topology).map_err(CliError::usage)?;
-            let mut stablehlo = String::new();
-            std::io::stdin()
-                .read_to_string(&mut stablehlo)
+            let compile = |stablehlo: &str| compile_for_one(&accelerator, stablehlo).map(|_| ());
+            serve(io::stdin().lock(), io::stdout(), io::stderr(), compile)
                 .map_err(CliError::failed)?;
-            compile_for_one(&accelerator, &stablehlo)?;
         }
     }
     Ok(ExitCode::SUCCESS)
