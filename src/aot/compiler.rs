@@ -449,13 +449,16 @@ fn open(
     Ok((topology, installed))
 }
 
-/// Compiles a StableHLO module for one device of `accelerator`.
+/// What compiles StableHLO modules for one device of `accelerator`, or fails where the compiler refuses one.
 ///
 /// # Errors
-/// When the plugin is missing, or its compiler refuses the module.
-pub fn compile_for_one(accelerator: &Accelerator, stablehlo: &str) -> Result<Executable, AotError> {
+/// When the plugin is missing.
+pub fn compiler_for_one(
+    accelerator: &Accelerator,
+) -> Result<impl Fn(&str) -> Result<Executable, AotError>, AotError> {
     let (topology, _) = open(accelerator, &accelerator.create_options(1)?)?;
-    Ok(topology.compile(stablehlo, &CompileOptions::new(1, 1))?)
+    let options = CompileOptions::new(1, 1);
+    Ok(move |stablehlo: &str| Ok(topology.compile(stablehlo, &options)?))
 }
 
 fn bytes(told: Option<i64>) -> Option<u64> {

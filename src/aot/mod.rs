@@ -20,7 +20,7 @@ use crate::pjrt::{ErrorCode, Executable, PjrtError};
 use crate::quant::{Decision, Slower};
 use crate::report::CompileReport;
 
-pub use compiler::{Compiler, compile_for_one};
+pub use compiler::{Compiler, compiler_for_one};
 pub use cycles::Simulator;
 pub use error::AotError;
 pub use simulator_child::{SimulationError, serve};

@@ -168,8 +168,8 @@ impl Drop for SimulatorChild {
     }
 }
 
-/// The child's side: gives each module that comes from `input` to `compile`, and tells `output` when it is done. What `compile`
-/// says to `errors` ends the module, not the process.
+/// The child's side: gives each module that comes from `input` to `compile`, and tells `output` when it is done. An error of
+/// `compile` goes to `errors`, and the next module follows.
 ///
 /// # Errors
 /// When the input is not as [`SimulatorChild`] writes it, or cannot be read.

@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
-use crate::aot::{Simulator, compile_for_one, serve};
+use crate::aot::{Simulator, compiler_for_one, serve};
 use crate::backend::Backend;
 use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
@@ -113,7 +113,8 @@ pub fn run(args: KernelArgs) -> Result<ExitCode, CliError> {
         KernelCommand::Cycles(args) => cycles(&args)?,
         KernelCommand::Simulate { topology } => {
             let accelerator = Accelerator::lookup(&topology).map_err(CliError::usage)?;
-            let compile = |stablehlo: &str| compile_for_one(&accelerator, stablehlo).map(|_| ());
+            let compiler = compiler_for_one(&accelerator)?;
+            let compile = |stablehlo: &str| compiler(stablehlo).map(|_| ());
             serve(io::stdin().lock(), io::stdout(), io::stderr(), compile)
                 .map_err(CliError::failed)?;
         }

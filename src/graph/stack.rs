@@ -29,63 +29,45 @@ fn pieces(b: &Builder, values: &[Tensor]) -> Result<Vec<Tensor>> {
     let mut pieces = Vec::new();
     let mut rest = values;
     while let Some(value) = rest.first() {
-        let Some(place) = place(b, *value) else {
+        let Some((stack, number)) = place(b, *value) else {
             let dims = b.dims(*value);
             let places: Vec<usize> = (1..=dims.len()).collect();
             pieces.push(b.broadcast_in_dim(*value, &places, &[&[1], &dims[..]].concat())?);
             rest = &rest[1..];
             continue;
         };
-        let follow = rest.iter().enumerate().take_while(|(at, value)| {
-            let next = Place {
-                number: place.number + at,
-                ..place
-            };
-            self::place(b, **value) == Some(next)
-        });
-        let count = follow.count();
-        let is_whole = place.number == 0 && b.dims(place.stack)[0] == count;
+        let mut follow = rest.iter().enumerate();
+        let end = follow.find(|(at, value)| place(b, **value) != Some((stack, number + at)));
+        let count = end.map_or(rest.len(), |(at, _)| at);
+        let is_whole = number == 0 && b.dims(stack)[0] == count;
         pieces.push(match is_whole {
-            true => place.stack,
-            false => b.slice_dim(place.stack, 0, place.number, place.number + count)?,
+            true => stack,
+            false => b.slice_dim(stack, 0, number, number + count)?,
         });
         rest = &rest[count..];
     }
     Ok(pieces)
 }
 
-/// Entry `number` of `stack`.
-#[derive(Clone, Copy, PartialEq)]
-struct Place {
-    stack: Tensor,
-    number: usize,
+/// The stack that a value is an entry of, and its number.
+fn place(b: &Builder, value: Tensor) -> Option<(Tensor, usize)> {
+    let found = b.with_graph(|graph| place_in(graph, value.index()));
+    found.map(|(stack, number)| (b.tensor(stack), number))
 }
 
-/// Where a value is an entry of a stack: the reverse of [`entry_of`].
-fn place(b: &Builder, value: Tensor) -> Option<Place> {
-    b.with_graph(|graph| {
-        let node = &graph.nodes[value.index()];
-        let (Op::Reshape(_), [slice]) = (&node.op, &node.operands[..]) else {
-            return None;
-        };
-        let (stack, number) = sliced_entry(graph, *slice)?;
-        let is_entry = graph.nodes[stack as usize].shape.dims[1..] == node.shape.dims;
-        is_entry.then(|| Place {
-            stack: b.tensor(stack),
-            number,
-        })
-    })
-}
-
-/// The stack that a node takes one entry of, and the entry's number.
-pub(super) fn sliced_entry(graph: &Graph, slice: u32) -> Option<(u32, usize)> {
-    let slice = &graph.nodes[slice as usize];
+/// The stack that a node is an entry of, and its number: the reverse of [`entry_of`].
+pub(super) fn place_in(graph: &Graph, id: usize) -> Option<(u32, usize)> {
+    let entry = &graph.nodes[id];
+    let (Op::Reshape(_), [slice]) = (&entry.op, &entry.operands[..]) else {
+        return None;
+    };
+    let slice = &graph.nodes[*slice as usize];
     let (Op::Slice { start, limit, .. }, [stack]) = (&slice.op, &slice.operands[..]) else {
         return None;
     };
-    let whole = &graph.nodes[*stack as usize].shape.dims[1..];
-    let is_one = limit[0] == start[0] + 1 && slice.shape.dims[1..] == *whole;
-    is_one.then_some((*stack, start[0]))
+    let dims = &graph.nodes[*stack as usize].shape.dims[1..];
+    let is_entry = limit[0] == start[0] + 1 && slice.shape.dims[1..] == *dims;
+    (is_entry && entry.shape.dims == dims).then_some((*stack, start[0]))
 }
 
 /// Entry `number` of a stack.

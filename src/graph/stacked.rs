@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::roll::roll;
 pub use super::stack::stack;
-use super::stack::{entry_of, sliced_entry};
+use super::stack::{entry_of, place_in};
 use super::{Builder, Graph, GraphError, Init, Input, InputKind, Op, Tensor};
 use crate::shape::Shape;
 
@@ -65,9 +65,8 @@ fn parse(name: &str) -> Option<(&str, Range<usize>, &str)> {
 /// By the nodes of stacks, which are inputs, the nodes that stand for their weights, in order.
 pub fn entry_nodes(graph: &Graph) -> HashMap<u32, Vec<u32>> {
     let mut entries: HashMap<u32, BTreeMap<usize, u32>> = HashMap::new();
-    for (id, node) in graph.nodes.iter().enumerate() {
-        if let (Op::Reshape(_), [slice]) = (&node.op, &node.operands[..])
-            && let Some((stack, number)) = sliced_entry(graph, *slice)
+    for id in 0..graph.nodes.len() {
+        if let Some((stack, number)) = place_in(graph, id)
             && let Op::Parameter(index) = graph.nodes[stack as usize].op
             && is_stacked(&graph.inputs[index].name)
         {
@@ -89,10 +88,10 @@ pub fn entry_nodes(graph: &Graph) -> HashMap<u32, Vec<u32>> {
 ///
 /// # Errors
 /// None for a well-typed graph.
-pub fn stack_weights(graph: &Graph, shortest: usize) -> Result<Graph> {
-    let stacks = stacks(graph, &loops(graph, shortest)?);
+pub fn stack_weights(graph: Graph, shortest: usize) -> Result<Graph> {
+    let stacks = stacks(&graph, &loops(&graph, shortest)?);
     if stacks.is_empty() {
-        return Ok(graph.clone());
+        return Ok(graph);
     }
     let mut places: BTreeMap<&str, (&str, usize)> = BTreeMap::new();
     for (name, weights) in &stacks {
@@ -132,32 +131,18 @@ fn stacked(input: &Input, name: &str, count: usize) -> Input {
     }
 }
 
-/// A run of equal blocks: the path of their list, and their numbers.
-struct Loop {
-    list: String,
-    blocks: Range<usize>,
-}
-
-/// The runs of blocks that can be loops.
-fn loops(graph: &Graph, shortest: usize) -> Result<Vec<Loop>> {
+/// The paths of loops that runs of blocks can be, with the range of the blocks at the end.
+fn loops(graph: &Graph, shortest: usize) -> Result<Vec<String>> {
     // Bodies of composites have the paths of their blocks.
     let inlined = graph.inline_composites(&|_, _| true);
     let rolled = roll(inlined, None, shortest)?;
-    let loops = rolled
-        .nodes
-        .iter()
-        .filter(|node| matches!(node.op, Op::While { .. }));
-    let run = |path: &str| {
-        let path = format!("{path}.");
-        let (list, blocks, _) = parse(&path)?;
-        let list = list.strip_suffix('.')?.to_owned();
-        Some(Loop { list, blocks })
-    };
-    Ok(loops.filter_map(|node| run(rolled.path(node))).collect())
+    let nodes = rolled.nodes.iter();
+    let loops = nodes.filter(|node| matches!(node.op, Op::While { .. }));
+    Ok(loops.map(|node| rolled.path(node).to_owned()).collect())
 }
 
 /// By the names of stacks, those of their weights.
-fn stacks(graph: &Graph, loops: &[Loop]) -> BTreeMap<String, Vec<String>> {
+fn stacks(graph: &Graph, loops: &[String]) -> BTreeMap<String, Vec<String>> {
     let live = graph.live_nodes();
     let mut known: BTreeMap<&str, (Init, &Input, bool)> = BTreeMap::new();
     for (id, node) in graph.nodes.iter().enumerate() {
@@ -180,15 +165,16 @@ fn stacks(graph: &Graph, loops: &[Loop]) -> BTreeMap<String, Vec<String>> {
         })
     };
     let mut stacks = BTreeMap::new();
-    for Loop { list, blocks } in loops {
-        let first = format!("{list}.{}.", blocks.start);
-        let of_first = known.keys().filter_map(|name| name.strip_prefix(&first));
+    for path in loops {
+        let blocks = entries(&format!("{path}."));
+        let of_first = known
+            .keys()
+            .filter_map(|name| name.strip_prefix(&blocks[0]));
         for rest in of_first {
-            let name = |block: usize| format!("{list}.{block}.{rest}");
-            let weights: Vec<String> = blocks.clone().map(name).collect();
-            if weights.iter().all(|weight| are_alike(&weights[0], weight)) {
-                let range = format!("{}-{}", blocks.start, blocks.end - 1);
-                stacks.insert(format!("{list}.{range}.{rest}"), weights);
+            let stack = format!("{path}.{rest}");
+            let weights = entries(&stack);
+            if weights.len() > 1 && weights.iter().all(|weight| are_alike(&weights[0], weight)) {
+                stacks.insert(stack, weights);
             }
         }
     }
@@ -305,7 +291,7 @@ mod tests {
     #[test]
     fn weights_of_equal_blocks_are_one_input_and_have_one_gradient() {
         let graph = chain();
-        let stacked = stack_weights(&graph, 2).unwrap();
+        let stacked = stack_weights(graph.clone(), 2).unwrap();
         let names: Vec<_> = stacked.inputs.iter().map(|i| i.name.as_str()).collect();
         assert_eq!(
             names,
@@ -353,6 +339,6 @@ mod tests {
     #[test]
     fn fewer_equal_blocks_than_a_loop_has_stay_apart() {
         let graph = chain();
-        assert_eq!(stack_weights(&graph, BLOCKS + 1).unwrap(), graph);
+        assert_eq!(stack_weights(graph.clone(), BLOCKS + 1).unwrap(), graph);
     }
 }

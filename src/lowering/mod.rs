@@ -167,7 +167,8 @@ pub fn lower(
             (stage(&graph, &traced.request())?, slower)
         }
         Some(update) => {
-            let (graph, slower) = trained(traced, update, kernels, Some(&target))?;
+            let scan = shortest_scan(traced, backend);
+            let (graph, slower) = trained(traced, update, kernels, Some(&target), scan)?;
             let graph = kernels.claim_training(&graph, parts.unwrap_or(1))?;
             let staged = Staged {
                 load: Vec::new(),
@@ -191,17 +192,18 @@ pub fn whole(
     options: &Options<'_>,
 ) -> Result<LoweredProgram, LowerError> {
     let target = Target::new(backend, options)?;
+    let scan = shortest_scan(traced, backend).filter(|_| traced.scan_layers == Some(true));
     let (graph, _) = match &traced.update {
         None => quantize(Cow::Borrowed(&traced.graph), traced, Some(&target))?,
         Some(update) => {
             let kernels = backend.without_kernels();
-            let (graph, slower) = trained(traced, update, kernels, Some(&target))?;
+            let (graph, slower) = trained(traced, update, kernels, Some(&target), scan)?;
             (Cow::Owned(graph), slower)
         }
     };
-    let graph = match traced.scan_layers {
-        Some(true) => Cow::Owned(scanned(inline(&graph), traced, backend)?),
-        Some(false) | None => graph,
+    let graph = match scan {
+        Some(_) => Cow::Owned(scanned(inline(&graph), traced, backend)?),
+        None => graph,
     };
     LoweredProgram::whole(&traced.name, &graph, backend, options)
 }
@@ -216,7 +218,7 @@ pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
         return Ok(flops(&traced.graph));
     };
     // Without kernels, which only some backends have.
-    let (graph, _) = trained(traced, update, Backend::Gpu, None)?;
+    let (graph, _) = trained(traced, update, Backend::Gpu, None, None)?;
     Ok(flops(&graph))
 }
 
@@ -264,14 +266,16 @@ fn quantize<'g>(
 }
 
 /// The forward pass with the derivative and the update, quantized. Of its composites there are those that `backend` claims
-/// then ([`Backend::claims_in_training`]).
+/// then ([`Backend::claims_in_training`]). Where runs of `scan` and more equal blocks will be loops, their weights are one input
+/// if the update takes that.
 fn trained(
     traced: &Traced,
     update: &Update,
     backend: Backend,
     target: Option<&Target>,
+    scan: Option<usize>,
 ) -> Result<(Graph, Vec<Slower>), LowerError> {
-    let stacks = shortest_scan(traced, backend).filter(|_| update.takes_stacks);
+    let stacks = scan.filter(|_| update.takes_stacks);
     let differentiate = |graph: &Graph| differentiate(graph, update, backend, stacks);
     let is_stored = traced
         .policy
@@ -305,7 +309,7 @@ fn differentiate(
         !matches!(kind, Composite::FakeQuantize { .. }) && !backend.claims_in_training(kind, body)
     });
     let forward = match stacks {
-        Some(shortest) => stacked::stack_weights(&inlined, shortest)?,
+        Some(shortest) => stacked::stack_weights(inlined, shortest)?,
         None => inlined,
     };
     let b = Builder::resume(forward);

@@ -217,10 +217,12 @@ impl TrainingLoop<'_, '_> {
         let step = state.step;
         let is_last = step == self.options.max_train_steps;
         let is_due = |every: u64| step.is_multiple_of(every);
+        // Made once where both are due.
+        let mut apart = None;
         if let Some(validation) = &mut self.validation
             && (is_last || is_due(validation.options.every))
         {
-            let apart = state.apart(self.session)?;
+            let apart = apart.insert(state.apart(self.session)?);
             let weights = &|name: &str| apart.get(name).or_else(|| state.weight(name));
             let measured =
                 validation.measure(weights, &mut || (self.observer)(TrainEvent::Validating))?;
@@ -252,7 +254,10 @@ impl TrainingLoop<'_, '_> {
         if let Some(samples) = &mut self.samples
             && (is_last || is_due(samples.options.every))
         {
-            let apart = state.apart(self.session)?;
+            let apart = match apart {
+                Some(apart) => apart,
+                None => state.apart(self.session)?,
+            };
             let weights = &|name: &str| apart.get(name).or_else(|| state.weight(name));
             let drawn =
                 samples.make(step, weights, &mut || (self.observer)(TrainEvent::Sampling))?;
