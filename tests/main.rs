@@ -18,6 +18,7 @@ mod flux;
 mod foreign;
 mod full_width;
 mod generate;
+mod gpu;
 mod kernel_calls;
 mod kernels;
 mod layouts;

@@ -22,7 +22,7 @@ use serde_json::json;
 use crate::common::{json, program, tpu_plugin};
 
 /// Attention of bf16: batch, heads, queries, keys, size of a head.
-fn layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph {
+pub fn attention_layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph {
     let b = Builder::new();
     let input = |name: &str, length: usize| {
         let shape = Shape::new(DType::BF16, [batch, length, heads * size]);
@@ -81,7 +81,7 @@ fn attention_is_its_body() {
         [1, 1, 1, 5, 80],
     ];
     for case in cases {
-        let graph = layer(case, false);
+        let graph = attention_layer(case, false);
         let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let error = distance(&graph, &kernel);
@@ -93,7 +93,7 @@ fn attention_is_its_body() {
 
 #[test]
 fn a_query_without_a_number_has_no_result_and_the_others_have() {
-    let graph = layer([1, 2, 19, 77, 64], false);
+    let graph = attention_layer([1, 2, 19, 77, 64], false);
     let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     let mut inputs = inputs(&graph);
     let mut values = inputs[0].to_f64_vec().unwrap();
@@ -112,8 +112,8 @@ fn a_query_without_a_number_has_no_result_and_the_others_have() {
 #[test]
 fn what_no_kernel_takes_stays() {
     // Causal; more keys than a core can hold.
-    let causal = layer([1, 2, 16, 16, 64], true);
-    let many = layer([1, 2, 16, 40_000, 64], false);
+    let causal = attention_layer([1, 2, 16, 16, 64], true);
+    let many = attention_layer([1, 2, 16, 40_000, 64], false);
     for graph in [causal, many] {
         assert_eq!(calls(&claim(&graph, Chip::V5e.features(), 1).unwrap()), 0);
     }
@@ -676,7 +676,7 @@ fn products_of_stored_weights_are_their_bodies() {
 #[test]
 fn every_chip_takes_the_kernels() {
     let plugin = tpu_plugin();
-    let attention = layer([1, 4, 600, 1100, 64], false);
+    let attention = attention_layer([1, 4, 600, 1100, 64], false);
     // Blocks that are cut; several blocks of columns, whose rows are quantized in the first.
     let products = [[1, 260, 320, 320], [1, 256, 128, 2560]].map(linear);
     let gated = normed([256, 640], |m, x| {

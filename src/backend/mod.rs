@@ -4,8 +4,10 @@
 //! for floats, exactly for integers), the operations' scopes, and the element types of contractions.
 //! `docs/performance-how.md` gives the measurement behind each rule.
 
+mod attention;
 pub mod cpu;
 mod follow;
+pub mod gpu;
 pub mod tpu;
 
 use std::borrow::Cow;
@@ -21,7 +23,11 @@ pub enum Backend {
         /// partitioned, because the partitioner knows nothing of them.
         kernels: bool,
     },
-    Gpu,
+    Gpu {
+        /// `None` where no library's calls may be used: they are planned on the GPU itself, so for one that is not here there
+        /// are none.
+        features: Option<gpu::Features>,
+    },
     Tpu {
         /// Whether this program's kernels may be used.
         kernels: bool,
@@ -30,11 +36,13 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// The backend of a PJRT platform's name, for programs over `devices`: with the `features` of a TPU's chip, and where
-    /// `plugin_kernels` says that a CPU plugin's kernels run on this processor. Unknown platforms get what GPUs get: no rewriting.
+    /// The backend of a PJRT platform's name, for programs over `devices`: with the `features` of a TPU's chip, those of a `gpu`,
+    /// and where `plugin_kernels` says that a CPU plugin's kernels run on this processor. Unknown platforms get what GPUs get: no
+    /// rewriting.
     pub fn of_platform(
         name: &str,
         features: tpu::Features,
+        gpu: Option<gpu::Features>,
         plugin_kernels: bool,
         devices: usize,
     ) -> Backend {
@@ -46,13 +54,17 @@ impl Backend {
                 kernels: true,
                 features,
             },
-            _ => Backend::Gpu,
+            _ => Backend::Gpu { features: gpu },
         }
     }
 
     /// Whether kernels run on parts of a batch, so that a program over several devices may have them.
     pub fn splits_kernels(&self) -> bool {
-        matches!(self, Backend::Tpu { kernels: true, .. })
+        match self {
+            Backend::Tpu { kernels, .. } => *kernels,
+            Backend::Gpu { features } => features.is_some(),
+            Backend::Cpu { .. } => false,
+        }
     }
 
     /// The same with no kernels.
@@ -63,7 +75,7 @@ impl Backend {
                 kernels: false,
                 features,
             },
-            Backend::Gpu => Backend::Gpu,
+            Backend::Gpu { .. } => Backend::Gpu { features: None },
         }
     }
 
@@ -82,7 +94,7 @@ impl Backend {
                 kernels: true,
                 features,
             } => tpu::pad_heads(graph, *features, parts).map(Cow::Owned),
-            Backend::Cpu { .. } | Backend::Gpu | Backend::Tpu { kernels: false, .. } => {
+            Backend::Cpu { .. } | Backend::Gpu { .. } | Backend::Tpu { kernels: false, .. } => {
                 Ok(Cow::Borrowed(graph))
             }
         }
@@ -101,8 +113,11 @@ impl Backend {
                 kernels: true,
                 features,
             } => tpu::claim(graph, *features, parts).map(Cow::Owned),
+            Backend::Gpu {
+                features: Some(features),
+            } => gpu::claim(graph, *features).map(Cow::Owned),
             Backend::Cpu { kernels: false }
-            | Backend::Gpu
+            | Backend::Gpu { features: None }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
         }
     }
@@ -120,7 +135,7 @@ impl Backend {
             Backend::Cpu { kernels: true } => cpu::claim_training(graph).map(Cow::Owned),
             Backend::Tpu { kernels: true, .. } => tpu::claim_training(graph, parts).map(Cow::Owned),
             Backend::Cpu { kernels: false }
-            | Backend::Gpu
+            | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
         }
     }
@@ -132,7 +147,7 @@ impl Backend {
             Backend::Cpu { kernels: true } => cpu::claims_in_training(kind, body),
             Backend::Tpu { kernels: true, .. } => tpu::claims_in_training(kind, body),
             Backend::Cpu { kernels: false }
-            | Backend::Gpu
+            | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => false,
         }
     }
@@ -143,15 +158,16 @@ impl Backend {
         match (self, trains) {
             // Calls in loops cost what they cost outside, but each trip copies its weights.
             (Backend::Cpu { .. }, _) => None,
-            (Backend::Tpu { .. } | Backend::Gpu, false) => Some(16),
-            (Backend::Tpu { .. } | Backend::Gpu, true) => Some(2),
+            (Backend::Tpu { .. } | Backend::Gpu { .. }, false) => Some(16),
+            (Backend::Tpu { .. } | Backend::Gpu { .. }, true) => Some(2),
         }
     }
 
     /// Switches of this backend's compiler that its programs are compiled with, in place of the compiler's own choice.
     pub fn compiler_switches(&self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Backend::Cpu { .. } | Backend::Gpu => &[],
+            Backend::Cpu { .. } => &[],
+            Backend::Gpu { .. } => &gpu::COMPILER_SWITCHES,
             Backend::Tpu { .. } => &tpu::COMPILER_SWITCHES,
         }
     }
@@ -163,7 +179,8 @@ impl Backend {
     pub fn rewrite(&self, graph: Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Cpu { .. } => cpu::rewrite(&graph),
-            Backend::Gpu | Backend::Tpu { .. } => Ok(graph),
+            Backend::Gpu { .. } => gpu::rewrite(&graph),
+            Backend::Tpu { .. } => Ok(graph),
         }
     }
 
@@ -174,7 +191,7 @@ impl Backend {
     pub fn rewrite_training(&self, graph: Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Tpu { .. } => tpu::products_of_patches(&graph),
-            Backend::Cpu { .. } | Backend::Gpu => self.rewrite(graph),
+            Backend::Cpu { .. } | Backend::Gpu { .. } => self.rewrite(graph),
         }
     }
 }

@@ -324,7 +324,9 @@ impl Emitter<'_> {
                     let results = call.in_place();
                     let types = operand_types[..results].join(", ");
                     let signature = format!("({}) -> ({types})", operand_types.join(", "));
-                    let line = custom_call(call, &all, &shapes, &shapes[..results], &signature);
+                    let layouts: Vec<Vec<usize>> =
+                        shapes[..results].iter().map(|s| row_major(s)).collect();
+                    let line = custom_call(call, &all, &shapes, &layouts, &signature);
                     let location = self.location(scope, op);
                     let _ = writeln!(
                         self.text,
@@ -333,7 +335,11 @@ impl Emitter<'_> {
                     return;
                 }
                 match self.options.call(call, &shapes) {
-                    None => custom_call(call, &all, &shapes, &[&node.shape], &signature),
+                    None => {
+                        let statements = self.call(name, call, &all, &shapes, &node.shape, scope);
+                        self.text.push_str(&statements);
+                        return;
+                    }
                     Some(sharding) => self.shared_call(call, &all, &shapes, node, &sharding, scope),
                 }
             }
@@ -352,6 +358,50 @@ impl Emitter<'_> {
         };
         let location = self.location(scope, op);
         let _ = writeln!(self.text, "    {name} = {line} loc(#loc{location})");
+    }
+
+    /// The statements that give `name` to the result of a kernel's call.
+    fn call(
+        &mut self,
+        name: &str,
+        call: &dyn CustomCall,
+        operands: &[&str],
+        shapes: &[&Shape],
+        result: &Shape,
+        scope: usize,
+    ) -> String {
+        let types: Vec<Rc<str>> = shapes.iter().map(|shape| self.types.of(shape)).collect();
+        let result_type = self.types.of(result);
+        let location = self.location(scope, call.name());
+        let Some(order) = call.returned_order() else {
+            let signature = Signature {
+                operands: &types,
+                result: &result_type,
+            };
+            let results = [row_major(result)];
+            let line = custom_call(call, operands, shapes, &results, &signature);
+            return format!("    {name} = {line} loc(#loc{location})\n");
+        };
+        let back: Vec<usize> = (0..order.len())
+            .filter_map(|d| order.iter().position(|place| *place == d))
+            .collect();
+        let dims: Vec<usize> = order.iter().map(|d| result.dims[*d]).collect();
+        let returned = Shape::new(result.dtype, dims);
+        let scratch = Shape::new(DType::U8, [0]);
+        let returned_type = self.types.of(&returned);
+        let pair = format!("({returned_type}, {})", self.types.of(&scratch));
+        let results = [back.iter().rev().copied().collect(), row_major(&scratch)];
+        let signature = Signature {
+            operands: &types,
+            result: &pair,
+        };
+        let line = custom_call(call, operands, shapes, &results, &signature);
+        let both = format!("%call{}", name.trim_start_matches('%'));
+        format!(
+            "    {both}:2 = {line} loc(#loc{location})\n    {name} = stablehlo.transpose {both}#0, dims = {} : \
+             ({returned_type}) -> {result_type} loc(#loc{location})\n",
+            list(back),
+        )
     }
 
     /// The call of a kernel on the parts of a batch that devices have.
@@ -384,11 +434,14 @@ impl Emitter<'_> {
             .map(|(name, of)| format!("{name}: {of}"))
             .collect();
         let parts: Vec<&Shape> = parts.iter().collect();
-        let inner = Signature {
-            operands: &types,
-            result: &result_type,
-        };
-        let inner = custom_call(call, &names, &parts, &[&result], &inner);
+        let inner = self.call(
+            &format!("{prefix}call"),
+            call,
+            &names,
+            &parts,
+            &result,
+            scope,
+        );
         let location = self.location(scope, call.name());
         let wholes: Vec<Rc<str>> = shapes.iter().map(|shape| self.types.of(shape)).collect();
         let outer = Signature {
@@ -396,8 +449,8 @@ impl Emitter<'_> {
             result: &self.types.of(&node.shape),
         };
         format!(
-            "sdy.manual_computation({}) in_shardings={} out_shardings=[{out}] manual_axes={{{}}} ({}) {{\n      \
-             {prefix}call = {inner} loc(#loc{location})\n      sdy.return {prefix}call : {result_type} loc(#loc{location})\n    \
+            "sdy.manual_computation({}) in_shardings={} out_shardings=[{out}] manual_axes={{{}}} ({}) {{\n\
+             {inner}      sdy.return {prefix}call : {result_type} loc(#loc{location})\n    \
              }} : {outer}",
             operands.join(", "),
             list(specs),
@@ -512,21 +565,27 @@ impl Emitter<'_> {
     }
 }
 
-/// The call of a kernel, whose operands and results lie in row-major order.
+/// The dimensions of a tensor in row-major order, the innermost first.
+fn row_major(shape: &Shape) -> Vec<usize> {
+    (0..shape.rank()).rev().collect()
+}
+
+/// A layout, by its dimensions from the innermost.
+fn layout(minor_to_major: &[usize]) -> String {
+    match minor_to_major.len() {
+        0 => "dense<> : tensor<0xindex>".to_string(),
+        rank => format!("dense<{}> : tensor<{rank}xindex>", list(minor_to_major)),
+    }
+}
+
+/// The call of a kernel, whose operands lie in row-major order, and whose results as `results` says.
 fn custom_call(
     call: &dyn CustomCall,
     operands: &[&str],
     shapes: &[&Shape],
-    results: &[&Shape],
+    results: &[Vec<usize>],
     signature: &dyn fmt::Display,
 ) -> String {
-    let row_major = |rank: usize| {
-        let order = list((0..rank).rev());
-        match rank {
-            0 => "dense<> : tensor<0xindex>".to_string(),
-            _ => format!("dense<{order}> : tensor<{rank}xindex>"),
-        }
-    };
     let config = match call.configuration(shapes) {
         Configuration::Attributes(attributes) => {
             let attributes = attributes.into_iter().map(|(name, value)| match value {
@@ -564,8 +623,8 @@ fn custom_call(
         "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}{aliases}}} : {signature}",
         call.target(),
         operands.join(", "),
-        list(shapes.iter().map(|s| row_major(s.rank()))),
-        list(results.iter().map(|s| row_major(s.rank()))),
+        list(shapes.iter().map(|s| layout(&row_major(s)))),
+        list(results.iter().map(|r| layout(r))),
     )
 }
 

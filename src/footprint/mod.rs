@@ -221,7 +221,9 @@ mod tests {
             mesh: &mesh,
             rules: &rules,
         };
-        let program = LoweredProgram::whole("p", &b.finish(), Backend::Gpu, &options).unwrap();
+        let program =
+            LoweredProgram::whole("p", &b.finish(), Backend::Gpu { features: None }, &options)
+                .unwrap();
         let fit = Fit {
             mesh: &mesh,
             rules: &rules,

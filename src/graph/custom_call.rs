@@ -84,6 +84,13 @@ pub trait CustomCall: Any + Debug + Send + Sync {
         0
     }
 
+    /// For a call that the compiler has code of its own for: the dimensions of the result in the order in which the compiler
+    /// names them, while the bytes lie in the result's own order. Memory that the code needs meanwhile comes as a second
+    /// result, whose size the compiler finds. `None` where the result is returned as it is, alone.
+    fn returned_order(&self) -> Option<&'static [usize]> {
+        None
+    }
+
     /// All results, computed on the host.
     fn evaluate_all(&self, operands: &[&Value], first: Shape) -> Vec<Value> {
         vec![self.evaluate(operands, first)]

@@ -218,7 +218,7 @@ pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
         return Ok(flops(&traced.graph));
     };
     // Without kernels, which only some backends have.
-    let (graph, _) = trained(traced, update, Backend::Gpu, None, None)?;
+    let (graph, _) = trained(traced, update, Backend::Gpu { features: None }, None, None)?;
     Ok(flops(&graph))
 }
 
@@ -251,7 +251,7 @@ fn quantize<'g>(
         let (kernels, features) = match target.backend {
             Backend::Tpu { kernels, features } => (kernels, features),
             Backend::Cpu { .. } => return Err(LowerError::NoTimes { target: "a CPU" }),
-            Backend::Gpu => return Err(LowerError::NoTimes { target: "a GPU" }),
+            Backend::Gpu { .. } => return Err(LowerError::NoTimes { target: "a GPU" }),
         };
         let prepared = traced.update.is_none();
         let pays = |product: &_| features.int8_is_faster(product, kernels);

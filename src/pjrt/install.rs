@@ -5,7 +5,7 @@
 //! The CPU plugin is compiled here from sources embedded in this crate against TensorFlow's wheel.
 //!
 //! Layout of the plugin directory: one folder per plugin (`cpu-2.21.0`, `tpu-0.0.51`,
-//! `cuda13-0.10.2`, or `KIND-local` for a plugin the user already has), each with a
+//! `cuda13-0.11.2`, or `KIND-local` for a plugin the user already has), each with a
 //! `manifest.json`. A folder appears by one rename, so it is either absent or complete.
 
 use std::collections::BTreeMap;
@@ -70,7 +70,7 @@ impl PluginKind {
         match self {
             Self::Cpu => "2.21.0",
             Self::Tpu => "0.0.51",
-            Self::Cuda => "0.10.2",
+            Self::Cuda => "0.11.2",
         }
     }
 }
@@ -300,10 +300,16 @@ pub fn install(
     match source {
         Some(path) => install_local(&root, kind, path, progress),
         None => {
-            let recipe = recipe_for(RECIPES, kind, std::env::consts::OS, std::env::consts::ARCH)?;
+            let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
+            let recipe = recipe_for(RECIPES, kind, os, arch, has_gpu())?;
             install_pinned(&root, recipe, &Tools::default(), progress)
         }
     }
+}
+
+/// Whether this machine has an NVIDIA GPU, by its device file.
+pub fn has_gpu() -> bool {
+    Path::new("/dev/nvidiactl").exists()
 }
 
 /// The plugins in use, at most one per kind.

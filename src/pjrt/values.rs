@@ -178,6 +178,14 @@ impl DeviceDescription {
         }
     }
 
+    /// The generation of an NVIDIA GPU, such as `9.0`.
+    pub fn compute_capability(&self) -> Option<&str> {
+        match self.attributes.get("compute_capability") {
+            Some(NamedValue::String(capability)) => Some(capability),
+            _ => None,
+        }
+    }
+
     /// The slice the device is in, counted from 0, where there are slices.
     pub fn slice_index(&self) -> Option<i64> {
         match self.attributes.get("slice_index") {

@@ -122,7 +122,7 @@ pub fn lowering_target(
             kernels: mesh.num_devices() == 1,
             features: Features::UNKNOWN,
         },
-        (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
+        (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu { features: None },
     };
     Ok((mesh, backend))
 }

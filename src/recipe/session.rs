@@ -1,7 +1,5 @@
 //! The devices of this machine that `hardware` asks for.
 
-use std::path::Path;
-
 use crate::config::{Config, Hardware};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind, TryLoad};
 use crate::pjrt::{Kernels, NamedValue, Plugin, has_tpu};
@@ -129,7 +127,7 @@ fn reasons(passed: &[Passed]) -> String {
 pub fn has_hardware(kind: PluginKind) -> bool {
     match kind {
         PluginKind::Cpu => true,
-        PluginKind::Cuda => Path::new("/dev/nvidiactl").exists(),
+        PluginKind::Cuda => install::has_gpu(),
         PluginKind::Tpu => has_tpu(),
     }
 }

@@ -16,7 +16,7 @@ pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::backend::{Backend, tpu::Features};
+use crate::backend::{Backend, gpu, tpu::Features};
 use crate::dtype::DType;
 use crate::footprint::Fit;
 use crate::graph::GraphError;
@@ -273,6 +273,9 @@ fn backend_of(client: &Client, mesh: &Mesh) -> Backend {
     Backend::of_platform(
         client.platform_name(),
         chip.map_or(Features::UNKNOWN, Chip::features),
+        device.and_then(|device| {
+            gpu::Features::of_compute_capability(device.description().compute_capability()?)
+        }),
         client.plugin().kernels().are_used(),
         mesh.num_devices(),
     )

@@ -108,7 +108,7 @@ impl Accelerator {
                 kernels: true,
                 features: self.chip.features(),
             },
-            Platform::Gpu => Backend::Gpu,
+            Platform::Gpu => Backend::Gpu { features: None },
         }
     }
 

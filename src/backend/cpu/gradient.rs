@@ -1,5 +1,6 @@
 //! The derivatives of layers (`plugin/attention_gradient.inc`, `plugin/rows_gradient.inc`).
 
+use crate::backend;
 use crate::graph::eval::{Data, Value, erf};
 use crate::graph::{Attribute, InferError, constraint};
 use crate::shape::Shape;
@@ -123,7 +124,9 @@ impl Gradient {
 
     pub(super) fn evaluate(&self, operands: &[&Value]) -> Vec<Value> {
         let mut found = match self {
-            Gradient::Attention { scale } => attention::gradients(operands, f64::from(*scale)),
+            Gradient::Attention { scale } => {
+                backend::attention::gradients(operands, f64::from(*scale))
+            }
             Gradient::LayerNorm { epsilon, .. } => {
                 let size = operands[1].shape.count().max(1);
                 let rows = operands[0].shape.count() / size;

@@ -2,6 +2,7 @@
 //!
 //! They replace composites and contractions of a graph; [`super::claim`] puts them in.
 
+use crate::backend;
 use crate::dtype::DType;
 use crate::graph::blockwise::BlockwiseAdamW;
 use crate::graph::eval::{Data, Value, erf};
@@ -308,7 +309,7 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.evaluate(operands, shape),
             Kernel::AdamW8bit(step) => step.evaluate(operands).swap_remove(0),
             Kernel::Attention { scale, causal } => {
-                attention::evaluate(operands, f64::from(*scale), *causal, shape)
+                backend::attention::evaluate(operands, f64::from(*scale), *causal, shape)
             }
             Kernel::SumOfSquares => {
                 let x = operands[0];

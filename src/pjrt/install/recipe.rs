@@ -10,6 +10,16 @@ pub(super) struct Member {
     pub(super) to: &'static str,
 }
 
+impl Member {
+    /// A file that keeps its place.
+    const fn same(path: &'static str) -> Member {
+        Member {
+            from: path,
+            to: path,
+        }
+    }
+}
+
 /// A wheel pinned by version, platform and contents.
 pub(super) struct Wheel {
     pub(super) name: &'static str,
@@ -26,6 +36,8 @@ pub(super) struct Wheel {
 pub(super) struct Recipe {
     pub(super) kind: PluginKind,
     pub(super) arch: &'static str,
+    /// Whether it is for hosts with an NVIDIA GPU alone.
+    pub(super) needs_gpu: bool,
     pub(super) version: &'static str,
     /// The library's name in the plugin's folder.
     pub(super) library: &'static str,
@@ -49,11 +61,119 @@ pub(super) const TENSORFLOW_MEMBERS: &[Member] = &[
     },
 ];
 
-/// The pinned table. Sums are those of the files on the Python package index.
+/// What compiles for GPUs, none of which has to be there.
+const CUDA: Recipe = Recipe {
+    kind: PluginKind::Cuda,
+    arch: "x86_64",
+    needs_gpu: false,
+    version: PluginKind::Cuda.pinned_version(),
+    library: "plugin/xla_cuda_plugin.so",
+    cuda_data_dir: Some("nvidia/cu13"),
+    wheels: &[CUDA_PLUGIN, LIBDEVICE, PTXAS],
+    compiled: false,
+    disk: 600_000_000,
+};
+
+/// The plugin looks for the libraries that its programs call in `../nvidia`, as the wheels lay them out.
+const CUDA_PLUGIN: Wheel = Wheel {
+    name: "jax-cuda13-pjrt",
+    version: PluginKind::Cuda.pinned_version(),
+    platform: "manylinux_2_27_x86_64",
+    sha256: "e5ff589d43064913bb74027682d89639c7ea48f9f81c2bae6fc75117e913f93e",
+    size: 134_162_640,
+    members: &[Member {
+        from: "jax_plugins/xla_cuda13/xla_cuda_plugin.so",
+        to: "plugin/xla_cuda_plugin.so",
+    }],
+};
+
+const LIBDEVICE: Wheel = Wheel {
+    name: "nvidia-nvvm",
+    version: "13.0.88",
+    platform: "manylinux2010_x86_64",
+    sha256: "c5f41ffeb6466944a026dfa5317d7d85355c119bbec279205d22f1869d1054e0",
+    size: 61_601_415,
+    members: &[Member::same("nvidia/cu13/nvvm/libdevice/libdevice.10.bc")],
+};
+
+/// Of the first CUDA 13, so that every driver for CUDA 13 loads what it assembles.
+const PTXAS: Wheel = Wheel {
+    name: "nvidia-cuda-nvcc",
+    version: "13.0.88",
+    platform: "manylinux2014_x86_64",
+    sha256: "56fe502eb77625a12f25172caa3cdddb4e4c8ba2c8c17dba44b164761b380f03",
+    size: 37_384_532,
+    members: &[Member::same("nvidia/cu13/bin/ptxas")],
+};
+
+const CUBLAS: Wheel = Wheel {
+    name: "nvidia-cublas",
+    version: "13.1.0.3",
+    platform: "manylinux_2_27_x86_64",
+    sha256: "ee8722c1f0145ab246bccb9e452153b5e0515fd094c3678df50b2a0888b8b171",
+    size: 423_133_236,
+    members: &[
+        Member::same("nvidia/cu13/lib/libcublas.so.13"),
+        Member::same("nvidia/cu13/lib/libcublasLt.so.13"),
+    ],
+};
+
+const CUDA_RUNTIME: Wheel = Wheel {
+    name: "nvidia-cuda-runtime",
+    version: "13.0.96",
+    platform: "manylinux2014_x86_64",
+    sha256: "7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548",
+    size: 2_243_632,
+    members: &[Member::same("nvidia/cu13/lib/libcudart.so.13")],
+};
+
+/// cuDNN compiles some of its kernels when they are first used.
+const NVRTC: Wheel = Wheel {
+    name: "nvidia-cuda-nvrtc",
+    version: "13.0.88",
+    platform: "manylinux2010_x86_64",
+    sha256: "ad9b6d2ead2435f11cbb6868809d2adeeee302e9bb94bcf0539c7a40d80e8575",
+    size: 90_215_200,
+    members: &[
+        Member::same("nvidia/cu13/lib/libnvrtc.so.13"),
+        Member::same("nvidia/cu13/lib/libnvrtc-builtins.so.13.0"),
+    ],
+};
+
+const CUDNN: Wheel = Wheel {
+    name: "nvidia-cudnn-cu13",
+    version: "9.19.0.56",
+    platform: "manylinux_2_27_x86_64",
+    sha256: "d20e1734305e9d68889a96e3f35094d733ff1f83932ebe462753973e53a572bf",
+    size: 366_066_321,
+    members: &[
+        Member::same("nvidia/cudnn/lib/libcudnn.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_adv.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_cnn.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_engines_precompiled.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_engines_runtime_compiled.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_graph.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_heuristic.so.9"),
+        Member::same("nvidia/cudnn/lib/libcudnn_ops.so.9"),
+    ],
+};
+
+/// Several GPUs talk through it.
+const NCCL: Wheel = Wheel {
+    name: "nvidia-nccl-cu13",
+    version: "2.28.9",
+    platform: "manylinux_2_18_x86_64",
+    sha256: "e4553a30f34195f3fa1da02a6da3d6337d28f2003943aa0a3d247bbc25fefc42",
+    size: 196_493_177,
+    members: &[Member::same("nvidia/nccl/lib/libnccl.so.2")],
+};
+
+/// The pinned table, in which the first recipe for a host counts. Sums are those of the files on the Python package index.
 pub(super) static RECIPES: &[Recipe] = &[
     Recipe {
         kind: PluginKind::Cpu,
         arch: "x86_64",
+        needs_gpu: false,
         version: PluginKind::Cpu.pinned_version(),
         library: CPU_LIBRARY,
         cuda_data_dir: None,
@@ -72,6 +192,7 @@ pub(super) static RECIPES: &[Recipe] = &[
     Recipe {
         kind: PluginKind::Cpu,
         arch: "aarch64",
+        needs_gpu: false,
         version: PluginKind::Cpu.pinned_version(),
         library: CPU_LIBRARY,
         cuda_data_dir: None,
@@ -89,6 +210,7 @@ pub(super) static RECIPES: &[Recipe] = &[
     Recipe {
         kind: PluginKind::Tpu,
         arch: "x86_64",
+        needs_gpu: false,
         version: PluginKind::Tpu.pinned_version(),
         library: "libtpu.so",
         cuda_data_dir: None,
@@ -107,49 +229,21 @@ pub(super) static RECIPES: &[Recipe] = &[
         disk: 800_000_000,
     },
     Recipe {
-        kind: PluginKind::Cuda,
-        arch: "x86_64",
-        version: PluginKind::Cuda.pinned_version(),
-        library: "xla_cuda_plugin.so",
-        cuda_data_dir: Some("cuda"),
+        needs_gpu: true,
         wheels: &[
-            Wheel {
-                name: "jax-cuda13-pjrt",
-                version: "0.10.2",
-                platform: "manylinux_2_27_x86_64",
-                sha256: "a97e9cabe0e21d8dbcc70bd909ca1c34cd546d3ce2d94b4cd907a8d4f6179f6a",
-                size: 124_395_292,
-                members: &[Member {
-                    from: "jax_plugins/xla_cuda13/xla_cuda_plugin.so",
-                    to: "xla_cuda_plugin.so",
-                }],
-            },
-            Wheel {
-                name: "nvidia-nvvm",
-                version: "13.5.37",
-                platform: "manylinux2010_x86_64",
-                sha256: "c41bfa362e407405163f103c2229f0765f8cc2ed7d148b754dc77f228bf7e070",
-                size: 75_141_406,
-                members: &[Member {
-                    from: "nvidia/cu13/nvvm/libdevice/libdevice.10.bc",
-                    to: "cuda/nvvm/libdevice/libdevice.10.bc",
-                }],
-            },
-            Wheel {
-                name: "nvidia-cuda-nvcc",
-                version: "13.5.37",
-                platform: "manylinux2014_x86_64",
-                sha256: "f5c4f7ead5d964fb4af42bbf1e6d3ec3c1e6e9d83b53749f691d387e7fcaa3a7",
-                size: 47_028_279,
-                members: &[Member {
-                    from: "nvidia/cu13/bin/ptxas",
-                    to: "cuda/bin/ptxas",
-                }],
-            },
+            CUDA_PLUGIN,
+            LIBDEVICE,
+            PTXAS,
+            CUBLAS,
+            CUDA_RUNTIME,
+            NVRTC,
+            CUDNN,
+            NCCL,
         ],
-        compiled: false,
-        disk: 600_000_000,
+        disk: 2_200_000_000,
+        ..CUDA
     },
+    CUDA,
 ];
 
 pub(super) fn recipe_for(
@@ -157,10 +251,14 @@ pub(super) fn recipe_for(
     kind: PluginKind,
     os: &'static str,
     arch: &'static str,
+    has_gpu: bool,
 ) -> Result<&'static Recipe> {
+    let fits = |recipe: &&Recipe| {
+        recipe.kind == kind && recipe.arch == arch && (has_gpu || !recipe.needs_gpu)
+    };
     recipes
         .iter()
-        .find(|recipe| os == "linux" && recipe.kind == kind && recipe.arch == arch)
+        .find(|recipe| os == "linux" && fits(recipe))
         .ok_or(InstallError::UnsupportedHost { kind, os, arch })
 }
 

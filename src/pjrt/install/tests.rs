@@ -73,6 +73,7 @@ fn recipe_of(sha256: String, members: &'static [Member]) -> &'static Recipe {
     Box::leak(Box::new(Recipe {
         kind: PluginKind::Tpu,
         arch: "x86_64",
+        needs_gpu: false,
         version: PluginKind::Tpu.pinned_version(),
         library: "p.so",
         cuda_data_dir: None,
@@ -418,7 +419,15 @@ fn the_table_is_well_formed() {
                     .any(|member| member.to == recipe.library)
         );
     }
-    assert!(recipe_for(RECIPES, PluginKind::Tpu, "macos", "aarch64").is_err());
+    assert!(recipe_for(RECIPES, PluginKind::Tpu, "macos", "aarch64", false).is_err());
+    // The libraries that programs call are a gigabyte, which only a GPU needs.
+    let [alone, with_gpu] = [false, true]
+        .map(|has_gpu| recipe_for(RECIPES, PluginKind::Cuda, "linux", "x86_64", has_gpu).unwrap());
+    let has_cudnn = |recipe: &Recipe| {
+        let mut wheels = recipe.wheels.iter();
+        wheels.any(|wheel| wheel.name == "nvidia-cudnn-cu13")
+    };
+    assert!(has_cudnn(with_gpu) && !has_cudnn(alone));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::backend::attention::has_quantized_products;
 use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 use crate::shape::Shape;
@@ -58,12 +59,6 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     is_attention
         && keys.is_some_and(|keys| *keys >= LEAST_KEYS_TRAINED)
         && !has_quantized_products(body)
-}
-
-/// Whether the products of an attention are marked to be quantized, as Qwix's rules mark them. Kernels multiply floats.
-pub(super) fn has_quantized_products(body: &Graph) -> bool {
-    let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
-    body.nodes.iter().any(is_quantized)
 }
 
 /// How the kernel of an attention has its operands.

@@ -3,12 +3,13 @@
 
 use std::collections::HashMap;
 
+use crate::backend::attention::has_quantized_products;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, DotDims, Granularity, Graph, Op, PadDim, QuantDot, Tensor,
 };
 
-use super::attention::{Padded, has_quantized_products};
+use super::attention::Padded;
 use super::{Claims, Features, Result};
 
 /// The graph with the kernel for each attention whose heads have to be padded where products with weights make its queries, keys and

@@ -1,0 +1,175 @@
+//! The forms that XLA's GPU backend runs fastest.
+
+use std::collections::HashMap;
+
+use crate::backend::follow::{self, Followed};
+use crate::dtype::DType;
+use crate::graph::{Builder, ConvDims, ConvLayout, Graph, GraphError, Node, Op, Tensor};
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The graph, without composites, as XLA's GPU backend runs it fastest.
+///
+/// Contractions of bf16 whose sums are rounded to bf16, after a bias if there is one, give bf16 themselves, and the bias is added
+/// in bf16. The libraries sum in `f32` all the same. A convolution that gives `f32` would be one of `f32` operands, at half the rate
+/// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round.
+///
+/// The kernels of convolutions get their input channels last, as the libraries read them. Of weights that is done where they are
+/// loaded.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn rewrite(graph: &Graph) -> Result<Graph> {
+    let users = follow::users(graph);
+    let rounded: HashMap<usize, (usize, Followed)> = (0..graph.nodes.len())
+        .filter(|i| sums_bf16(graph, &graph.nodes[*i]))
+        .map(|i| (i, follow::bias_and_rounding(graph, &users, i)))
+        .filter(|(_, followed)| followed.result == DType::BF16)
+        .map(|(i, followed)| (followed.root, (i, followed)))
+        .collect();
+    graph.substitute(&mut |b, i, copies| {
+        let Some((contraction, followed)) = rounded.get(&i) else {
+            return Ok(None);
+        };
+        let node = &graph.nodes[*contraction];
+        let [lhs, rhs] = [0, 1].map(|operand| copies[node.operands[operand] as usize]);
+        let sums = match &node.op {
+            Op::Convolution { dims, .. } => {
+                let (rhs, dims) = channels_last_kernel(b, rhs, dims)?;
+                b.convolution(lhs, rhs, dims, DType::BF16)?
+            }
+            Op::DotGeneral { dims, .. } => b.dot_general(lhs, rhs, dims.clone(), DType::BF16)?,
+            _ => return Ok(None),
+        };
+        let Some(bias) = followed.bias else {
+            return Ok(Some(sums));
+        };
+        let bias = b.convert(copies[bias as usize], DType::BF16)?;
+        let shape = b.dims(sums);
+        let bias = b.broadcast_in_dim(bias, &[shape.len() - 1], &shape)?;
+        b.add(sums, bias).map(Some)
+    })
+}
+
+/// Whether a node is a contraction of bf16 operands that gives `f32`.
+fn sums_bf16(graph: &Graph, node: &Node) -> bool {
+    let is_contraction = matches!(
+        node.op,
+        Op::DotGeneral { quant: None, .. } | Op::Convolution { quant: None, .. }
+    );
+    let is_bf16 = |operand: &u32| graph.nodes[*operand as usize].shape.dtype == DType::BF16;
+    is_contraction && node.shape.dtype == DType::F32 && node.operands.iter().all(is_bf16)
+}
+
+/// The kernel of a convolution of images whose channels come last, as `[output, spatial.., input]`; of others as it is.
+fn channels_last_kernel(
+    b: &Builder,
+    kernel: Tensor,
+    dims: &ConvDims,
+) -> Result<(Tensor, ConvDims)> {
+    let spatial = dims.strides.len();
+    let wanted = ConvLayout::channels_last(spatial);
+    if dims.lhs != wanted || dims.rhs == wanted {
+        return Ok((kernel, dims.clone()));
+    }
+    let order = [
+        &[dims.rhs.batch],
+        dims.rhs.spatial.as_slice(),
+        &[dims.rhs.feature],
+    ]
+    .concat();
+    let dims = ConvDims {
+        rhs: wanted,
+        ..dims.clone()
+    };
+    Ok((b.transpose(kernel, &order)?, dims))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{DotDims, evaluate};
+    use crate::host_tensor::HostTensor;
+    use crate::shape::Shape;
+
+    /// A convolution, or a product, with a bias, rounded where `rounds` says so.
+    fn layer(is_convolution: bool, rounds: bool) -> Graph {
+        let b = Builder::new();
+        let input = |name: &str, dims: &[usize]| {
+            let shape = Shape::new(DType::BF16, dims);
+            b.input(name, shape, &[]).unwrap()
+        };
+        let sums = match is_convolution {
+            true => {
+                let (x, w) = (input("x", &[1, 4, 4, 3]), input("w", &[5, 3, 3, 3]));
+                let dims = ConvDims {
+                    lhs: ConvLayout::channels_last(2),
+                    rhs: ConvLayout::channels_first(2),
+                    out: ConvLayout::channels_last(2),
+                    strides: vec![1, 1],
+                    padding: vec![(1, 1), (1, 1)],
+                    lhs_dilation: vec![1; 2],
+                    rhs_dilation: vec![1; 2],
+                    feature_groups: 1,
+                    batch_groups: 1,
+                };
+                b.convolution(x, w, dims, DType::F32).unwrap()
+            }
+            false => {
+                let (x, w) = (input("x", &[4, 6]), input("w", &[5, 6]));
+                let dims = DotDims {
+                    lhs_contract: vec![1],
+                    rhs_contract: vec![1],
+                    ..DotDims::default()
+                };
+                b.dot_general(x, w, dims, DType::F32).unwrap()
+            }
+        };
+        let bias = b.convert(input("bias", &[5]), DType::F32).unwrap();
+        let shape = b.dims(sums);
+        let bias = b
+            .broadcast_in_dim(bias, &[shape.len() - 1], &shape)
+            .unwrap();
+        let mut y = b.add(sums, bias).unwrap();
+        if rounds {
+            y = b.convert(y, DType::BF16).unwrap();
+        }
+        b.output("y", y, None).unwrap();
+        b.finish()
+    }
+
+    fn values(shape: &Shape) -> HostTensor {
+        let values = (0..shape.count()).map(|i| ((i * 37 % 64) as f64 - 32.0) / 16.0);
+        HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn rounded_sums_come_out_of_the_contraction_in_bf16() {
+        for is_convolution in [true, false] {
+            let graph = layer(is_convolution, true);
+            let rewritten = rewrite(&graph).unwrap();
+            let live = rewritten.live_nodes();
+            let mut nodes = rewritten.nodes.iter().zip(live).filter(|(_, live)| *live);
+            assert!(nodes.all(|(node, _)| node.shape.dtype == DType::BF16));
+            let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| values(&i.shape)).collect();
+            let [before, after] = [&graph, &rewritten]
+                .map(|graph| evaluate(graph, &inputs).unwrap()[0].to_f32_vec().unwrap());
+            for (a, b) in before.iter().zip(&after) {
+                assert!(
+                    (a - b).abs() <= 2.0_f32.powi(-7) * a.abs().max(1.0),
+                    "{a} and {b}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn sums_that_stay_in_f32_stay_as_they_are() {
+        for is_convolution in [true, false] {
+            let rewritten = rewrite(&layer(is_convolution, false)).unwrap();
+            let nodes = rewritten.nodes.iter().zip(rewritten.live_nodes());
+            let contractions = nodes.filter(|(node, live)| *live && sums_bf16(&rewritten, node));
+            assert_eq!(contractions.count(), 1);
+        }
+    }
+}
