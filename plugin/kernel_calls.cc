@@ -261,11 +261,12 @@ kernels::Patches ImagePatches(Call& call, const Array& lhs) {
 void Contract(Call& call) {
   const Array lhs = call.Operand("lhs");
   const bool is_int8 = lhs.type == kU8;
-  const int64_t group = is_int8 ? 4 : 2;
+  const bool is_float = lhs.type == kF32;
+  const int64_t group = is_int8 ? 4 : is_float ? 1 : 2;
   const bool is_image = call.Has("kernel_height");
-  if ((!is_int8 && lhs.type != kBf16) || (is_image ? lhs.dims.size() != 4 : lhs.dims.empty()) ||
+  if ((!is_int8 && !is_float && lhs.type != kBf16) || (is_image ? lhs.dims.size() != 4 : lhs.dims.empty()) ||
       lhs.Dim(-1) < group || lhs.Dim(-1) % group != 0) {
-    call.Fail("operand 0 (lhs): expected BF16|U8 of ", is_image ? "4 dimensions" : "1 or more dimensions",
+    call.Fail("operand 0 (lhs): expected BF16|F32|U8 of ", is_image ? "4 dimensions" : "1 or more dimensions",
               ", the last a multiple of ", group, ", found ", ShapeText(lhs));
   }
   kernels::Contraction c = {};
@@ -279,7 +280,7 @@ void Contract(Call& call) {
   }
   if (call.Ok()) out_dims.back() = kAny;
   const Array out = call.Result({kBf16, kF32}, out_dims);
-  c.element = is_int8 ? kernels::Element::kInt8 : kernels::Element::kBf16;
+  c.element = is_int8 ? kernels::Element::kInt8 : is_float ? kernels::Element::kFloat : kernels::Element::kBf16;
   c.columns = out.Dim(-1);
   c.out = out.data;
   c.out_is_bf16 = out.type == kBf16;
@@ -295,7 +296,7 @@ void Contract(Call& call) {
     const int64_t bits = call.Int("stored_bits", 4, 8);
     const bool is_int4 = bits == 4;
     if (bits != 4 && bits != 8) call.Fail("attribute stored_bits is ", bits, ", expected 4 or 8");
-    if (is_int8) call.Fail("operand 0 (lhs): expected BF16 for weights that are stored in integers, found ", ShapeText(lhs));
+    if (is_int8 || is_float) call.Fail("operand 0 (lhs): expected BF16 for weights that are stored in integers, found ", ShapeText(lhs));
     c.stored = is_int4 ? kernels::Stored::kInt4 : kernels::Stored::kInt8;
     c.packed = is_int4 ? call.Operand("packed rhs", {kU8}, {blocks, groups_of_k, 16}).data
                        : call.Operand("packed rhs", {kS8}, {blocks, groups_of_k, 16, group}).data;
@@ -310,7 +311,7 @@ void Contract(Call& call) {
       if (call.Flag("zero_point")) c.zero_point = zero_point.Of(call.Operand("zero_point", {kF32, kBf16}, dims));
     }
   } else {
-    c.packed = call.Operand("packed rhs", {is_int8 ? kS8 : kBf16}, {blocks, groups_of_k, 16, group}).data;
+    c.packed = call.Operand("packed rhs", {is_int8 ? kS8 : lhs.type}, {blocks, groups_of_k, 16, group}).data;
   }
   if (is_int8) c.start = static_cast<const int32_t*>(call.Operand("start", {kS32}, {blocks * 16}).data);
   Widened row_scale, column_scale, bias;
@@ -503,38 +504,50 @@ void AdamW8bit(Call& call) {
   kernels::Used().step_adamw_8bit(step);
 }
 
-// The query, key and value of an attention, and its sizes and scale.
-kernels::Attention AttentionOperands(Call& call) {
-  const Array q = call.Operand("query", {kBf16}, {kAny, kAny, kAny, kAny});
-  const Array k = call.Operand("key", {kBf16}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
-  const Array v = call.Operand("value", {kBf16}, k.dims);
-  if (q.Dim(3) % 2 != 0) call.Fail("operand 0 (query): expected an even last dimension, found ", ShapeText(q));
-  kernels::Attention a = {};
+// The query `q`, the key and the value of an attention, and its sizes and scale.
+template <typename T>
+kernels::AttentionOf<T> AttentionOperands(Call& call, const Array& q) {
+  const Array k = call.Operand("key", {q.type}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
+  const Array v = call.Operand("value", {q.type}, k.dims);
+  if (q.type == kBf16 && q.Dim(3) % 2 != 0) {
+    call.Fail("operand 0 (query): expected an even last dimension, found ", ShapeText(q));
+  }
+  kernels::AttentionOf<T> a = {};
   a.batch = q.Dim(0);
   a.queries = q.Dim(1);
   a.heads = q.Dim(2);
   a.size = q.Dim(3);
   a.keys = k.Dim(1);
   a.scale = call.Float("scale");
-  a.q = Bf16(q);
-  a.k = Bf16(k);
-  a.v = Bf16(v);
+  a.q = static_cast<const T*>(q.data);
+  a.k = static_cast<const T*>(k.data);
+  a.v = static_cast<const T*>(v.data);
   return a;
 }
 
-void Attention(Call& call) {
-  kernels::Attention a = AttentionOperands(call);
-  a.out = static_cast<uint16_t*>(call.Result({kBf16}, {a.batch, a.queries, a.heads, a.size}).data);
+const Dims kOfHeads = {kAny, kAny, kAny, kAny};
+
+// Computes an attention whose query is `q`.
+template <typename T>
+void AttentionAs(Call& call, const Array& q, void (*attend)(const kernels::AttentionOf<T>&)) {
+  kernels::AttentionOf<T> a = AttentionOperands<T>(call, q);
+  a.out = static_cast<T*>(call.Result({q.type}, {a.batch, a.queries, a.heads, a.size}).data);
   a.causal = call.Flag("causal");
   if (!a.causal && call.HasMoreOperands()) {
     a.visible = static_cast<const bool*>(call.Operand("mask", {kPred}, {a.batch, a.keys}).data);
   }
-  if (call.IsWhole()) kernels::Used().attend(a);
+  if (call.IsWhole()) attend(a);
+}
+
+void Attention(Call& call) {
+  const Array q = call.Operand("query", {kBf16, kF32}, kOfHeads);
+  if (q.type == kF32) return AttentionAs<float>(call, q, kernels::Used().attend_f32);
+  AttentionAs<uint16_t>(call, q, kernels::Used().attend);
 }
 
 void AttentionGradient(Call& call) {
   kernels::AttentionGradient g = {};
-  g.of = AttentionOperands(call);
+  g.of = AttentionOperands<uint16_t>(call, call.Operand("query", {kBf16}, kOfHeads));
   const Dims of_queries = {g.of.batch, g.of.queries, g.of.heads, g.of.size};
   const Dims of_keys = {g.of.batch, g.of.keys, g.of.heads, g.of.size};
   g.result = Bf16(call.Operand("result", {kBf16}, of_queries));

@@ -3,7 +3,7 @@
 // Each instruction set that they are compiled for has a table of them; which one a process uses is decided in isa.cc.
 // int8 products are the same whatever is used; sums of bf16 products differ by the order in which f32 is rounded.
 // Weights come packed, so that one load gives what 16 columns multiply: packed[column / 16][k / group][column % 16]
-// [k % group], with the columns padded by zeros to a multiple of 16 and a group of 2 (bf16) or 4 (int8) values.
+// [k % group], with the columns padded by zeros to a multiple of 16 and a group of 1 (f32), 2 (bf16) or 4 (int8) values.
 //
 // Where a rounding is promised, it is made: the plugin is compiled with -ffp-contract=off, and what is a fused
 // multiply-add is written as one.
@@ -15,7 +15,7 @@
 
 namespace maxdiff::kernels {
 
-enum class Element { kBf16, kInt8 };
+enum class Element { kBf16, kInt8, kFloat };
 
 // How packed weights are stored: as they are multiplied, or, for products of bf16, in integers that become bf16 where they
 // are multiplied. They lie in the same order, int8 as bytes; of int4 the two values of a group share a byte, the first in
@@ -152,21 +152,24 @@ struct AdamW8bit {
   RoundingKey key;
 };
 
-// out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
-// [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. If not, `visible`
+// out = softmax(q k^T * scale) v for each head, all bf16 or all f32: q and out [batch, queries, heads * size], k and v
+// [batch, keys, heads * size]; `size` is even in bf16. If causal, a query sees the keys up to its own place. If not, `visible`
 // [batch, keys] may say which keys queries see; where there are none, out is the mean of v. Softmax runs over blocks of
 // keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where all are
 // -infinity.
-struct Attention {
+template <typename T>
+struct AttentionOf {
   int64_t batch, heads, queries, keys, size;
   float scale;
   bool causal;
-  const uint16_t* q;
-  const uint16_t* k;
-  const uint16_t* v;
+  const T* q;
+  const T* k;
+  const T* v;
   const bool* visible;
-  uint16_t* out;
+  T* out;
 };
+
+using Attention = AttentionOf<uint16_t>;
 
 // The gradients of q, k and v of an Attention that is not causal and has no mask, from its result and that one's gradient; all bf16.
 // They may lie where q, k and v do. What `of` has of results is not used.
@@ -221,6 +224,7 @@ struct KernelSet {
   void (*find_kernel_gradient)(const KernelGradient& gradient);
   void (*step_adamw_8bit)(const AdamW8bit& step);
   void (*attend)(const Attention& attention);
+  void (*attend_f32)(const AttentionOf<float>& attention);
   void (*find_attention_gradient)(const AttentionGradient& gradient);
 
   // out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT:

@@ -1,11 +1,16 @@
 //! What programs for GPUs call of NVIDIA's libraries, against the graphs that the calls stand for. No GPU is needed; what a GPU
 //! makes of them is in `docs/performance.md`.
 
-use maxdiff::backend::gpu::{Features, claim};
+use maxdiff::backend::gpu::{Features, claim, rewrite};
+use maxdiff::dtype::DType;
 use maxdiff::emit::{DotPrecision, EmitOptions, stablehlo};
-use maxdiff::graph::Graph;
+use maxdiff::graph::{Builder, Graph, InputKind, evaluate};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::unet::{UNet2DConditionConfig, declare_inputs, unet};
+use maxdiff::nn::{Precision, Remat};
 use maxdiff::shard::{Axis, DeviceDescription, LogicalAxisRules, Mesh, Parallelism, ShardPlan};
 
+use crate::common::{Golden, rel_l2};
 use crate::tpu_kernels::{attention_layer, calls, distance};
 
 const HOPPER: Features = Features { largest_head: 256 };
@@ -87,4 +92,46 @@ fn devices_share_the_calls_by_batch_entries() {
         text.contains("-> (tensor<1x1x8x16xbf16>, tensor<0xui8>)"),
         "{text}"
     );
+}
+
+/// A whole UNet in bfloat16, whose contractions give bfloat16 and whose attention is cuDNN's, beside the same without.
+#[test]
+fn a_unet_in_the_form_for_gpus_is_as_near_to_diffusers() {
+    let io = Golden::read("unet_sdxl/io.safetensors");
+    let checkpoint = Golden::read_folder("unet_sdxl", "diffusion_pytorch_model");
+    let config = Golden::text("unet_sdxl/config.json");
+    let config = UNet2DConditionConfig::from_json(&config).unwrap();
+    let [batch, _, height, width] = io.dims("in/sample").try_into().unwrap();
+    let length = io.dims("in/encoder_hidden_states")[1];
+    let precision = Precision {
+        weights: DType::F32,
+        activations: DType::BF16,
+    };
+    let b = Builder::new();
+    let dims = [batch, height, width, length];
+    let inputs = declare_inputs(&b, &config, dims, DType::BF16).unwrap();
+    let y = unet(&b, &config, inputs, precision, Remat::None).unwrap();
+    let y = b.convert(y, DType::F32).unwrap();
+    b.output("out/sample", y, None).unwrap();
+    let graph = b.finish();
+    let values: Vec<HostTensor> = graph
+        .inputs
+        .iter()
+        .map(|input| match input.kind {
+            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
+            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
+        })
+        .collect();
+
+    let with = claimed(&graph);
+    // Four transformers' self-attention and cross-attention, at the least.
+    assert!(calls(&with) >= 8, "{}", calls(&with));
+    let with = rewrite(&with.inline_composites(&|_, _| true)).unwrap();
+    let [without, with] = [&graph, &with].map(|graph| {
+        let found = evaluate(graph, &values).unwrap();
+        rel_l2(&found[0], &io, "out/sample")
+    });
+    eprintln!("relative error {without:.2e}, in the form for GPUs {with:.2e}");
+    assert!(with <= 1.2 * without, "{with} and {without}");
+    assert!(without <= 2e-2, "{without}");
 }

@@ -1,6 +1,7 @@
-"""Seconds of a forward pass of diffusers' UNet or VAE decoder in PyTorch, bfloat16, on this machine.
+"""Seconds of a forward pass of diffusers' UNet or VAE decoder in PyTorch on this machine.
 
-Usage: python forward_torch.py FOLDER [--part unet|vae] [--latents 32] [--rows 2] [--runs 5] [--device cuda] [--compile MODE]
+Usage: python forward_torch.py FOLDER [--part unet|vae] [--latents 32] [--rows 2] [--runs 5] [--dtype float32]
+       [--device cuda] [--compile MODE]
 
 FOLDER is a model in diffusers' layout (random_model.py makes one). Settings: inference mode, channels last, scaled dot
 product attention. On processors as many threads as there are, and no torch.compile, which takes tens of minutes for this
@@ -19,16 +20,17 @@ import time
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
-DTYPE = torch.bfloat16
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def loaded(kind, arguments):
-    model = kind.from_pretrained(arguments.folder / arguments.part, torch_dtype=DTYPE)
+    model = kind.from_pretrained(arguments.folder / arguments.part, torch_dtype=arguments.dtype)
     return model.eval().to(arguments.device, memory_format=torch.channels_last)
 
 
 def latents(arguments):
-    sample = torch.randn(arguments.rows, 4, arguments.latents, arguments.latents, device=arguments.device, dtype=DTYPE)
+    sample = torch.randn(arguments.rows, 4, arguments.latents, arguments.latents, device=arguments.device,
+                         dtype=arguments.dtype)
     return sample.to(memory_format=torch.channels_last)
 
 
@@ -38,7 +40,7 @@ def compiled(model, arguments):
 
 def unet(arguments):
     model = loaded(UNet2DConditionModel, arguments)
-    config, rows, place = model.config, arguments.rows, dict(device=arguments.device, dtype=DTYPE)
+    config, rows, place = model.config, arguments.rows, dict(device=arguments.device, dtype=arguments.dtype)
     sample, step = latents(arguments), torch.tensor(500, device=arguments.device)
     text = torch.randn(rows, 77, config.cross_attention_dim, **place)
     added = None
@@ -64,8 +66,10 @@ def main():
     arguments.add_argument("--rows", type=int, default=2)
     arguments.add_argument("--runs", type=int, default=5)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     arguments.add_argument("--compile", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))
     arguments = arguments.parse_args()
+    arguments.dtype = DTYPES[arguments.dtype]
     forward = {"unet": unet, "vae": vae}[arguments.part](arguments)
     on_gpu = arguments.device == "cuda"
     seconds = []

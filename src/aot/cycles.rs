@@ -17,11 +17,9 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicBool;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use regex::Regex;
-use serde_json::json;
 
+use crate::backend::tpu::mosaic::backend_config;
 use crate::report::{KernelCall, KernelCode, KernelCycles};
 use crate::topology::{Accelerator, Chip, Format};
 
@@ -287,12 +285,7 @@ fn configuration(code: &KernelCode, grid: Option<&Grid>) -> String {
         let bounds = format!("iteration_bounds = array<i64: {}>", bounds.join(", "));
         text = Cow::from(place.replacen(&text, 1, bounds.as_str()).into_owned());
     }
-    let body = STANDARD.encode(text.as_bytes());
-    json!({
-        "custom_call_config": { "body": body, "needs_layout_passes": true },
-        "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": code.memory }],
-    })
-    .to_string()
+    backend_config(&text, code.memory, None)
 }
 
 /// A StableHLO module of one call of `code`, with another grid if one is given. Its arguments and its result have the call's layouts: the compiler would otherwise

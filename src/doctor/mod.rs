@@ -48,8 +48,13 @@ impl Diagnosis {
         let has_cpu_plugin = plugins
             .iter()
             .any(|p| p.kind == PluginKind::Cpu && p.found.is_some());
-        let to_install = !has_cpu_plugin;
-        let mut problems: Vec<Problem> = plugins.iter().filter_map(PluginState::problem).collect();
+        // Where an accelerator runs programs, the processor does not have to.
+        let is_accelerated = plugins.iter().any(PluginState::accelerates);
+        let to_install = !has_cpu_plugin && !is_accelerated;
+        let problems = plugins
+            .iter()
+            .filter_map(|plugin| plugin.problem(is_accelerated));
+        let mut problems: Vec<Problem> = problems.collect();
         problems.extend(plugin_folder.problem(to_install));
         problems.extend(tools::problem(&tools, to_install));
         problems.extend(processor.problem());

@@ -98,11 +98,19 @@ impl PluginState {
         }
     }
 
-    pub(super) fn problem(&self) -> Option<Problem> {
+    /// Whether it is the plugin of an accelerator of this machine, and works.
+    pub(super) fn accelerates(&self) -> bool {
+        let works = matches!(self.loaded, Some(Ok(_)));
+        self.kind != PluginKind::Cpu && recipe::has_hardware(self.kind) && works
+    }
+
+    /// What is wrong with it, on a machine with an accelerator that works or without one.
+    pub(super) fn problem(&self, is_accelerated: bool) -> Option<Problem> {
         let kind = self.kind;
         let (what, needed) = match &self.loaded {
             None if kind == PluginKind::Cpu => {
-                ("the cpu plugin is not installed".to_string(), true)
+                let what = "the cpu plugin is not installed".to_string();
+                (what, !is_accelerated)
             }
             // `hardware=auto` passes over an accelerator without its plugin, and takes the processor.
             None if recipe::has_hardware(kind) => (

@@ -5,15 +5,17 @@ use crate::dtype::DType;
 use crate::graph::{InferError, constraint};
 use crate::shape::Shape;
 
-/// Whether the kernels take these operands: bf16 `[batch, length, heads, size]`, with an even size.
+/// Whether the kernel takes these operands: `[batch, length, heads, size]`, in bf16 with an even size, or in `f32`.
 pub(super) fn takes(q: &Shape, k: &Shape, v: &Shape) -> bool {
     q.rank() == 4
         && k.rank() == 4
         && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
         && k == v
-        && q.dims[3].is_multiple_of(2)
-        && q.dtype == DType::BF16
-        && k.dtype == DType::BF16
+        && q.dtype == k.dtype
+        && match q.dtype {
+            DType::BF16 => q.dims[3].is_multiple_of(2),
+            dtype => dtype == DType::F32,
+        }
 }
 
 fn checked(q: &Shape, k: &Shape, v: &Shape) -> Result<Shape, InferError> {
@@ -22,7 +24,7 @@ fn checked(q: &Shape, k: &Shape, v: &Shape) -> Result<Shape, InferError> {
         false => Err(constraint(
             "attention kernel",
             format!(
-                "query {q}, key {k} and value {v} are not bf16 [batch, length, heads, even size]"
+                "query {q}, key {k} and value {v} are not f32 [batch, length, heads, size], or bf16 of an even size"
             ),
         )),
     }
@@ -63,11 +65,11 @@ pub(super) fn infer_gradients(operands: &[&Shape]) -> Result<Shape, InferError> 
             found: operands.len(),
         });
     };
-    match y == q && gradient == q {
+    match y == q && gradient == q && q.dtype == DType::BF16 {
         true => checked(q, k, v),
         false => Err(constraint(
             "attention_gradient kernel",
-            format!("result {y} and gradient {gradient} are not those of query {q}"),
+            format!("result {y} and gradient {gradient} are not those of query {q} in bf16"),
         )),
     }
 }

@@ -12,6 +12,7 @@ use crate::graph::{
 use crate::quant::scale_of;
 use crate::shape::Shape;
 
+use super::attention;
 use super::kernel::{Contract, Kernel, LANES, Stored, Window, group};
 use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
@@ -20,10 +21,10 @@ type Result<T> = std::result::Result<T, GraphError>;
 
 /// The graph with the CPU plugin's kernels in place of
 ///
-/// - products of bf16 or int8 activations with weights that are known when they are loaded, and convolutions of images
+/// - products of bf16, f32 or int8 activations with weights that are known when they are loaded, and convolutions of images
 ///   whose channels come last, together with their scales, the bias and the rounding that follow them; weights that are
 ///   stored in int8 or int4 stay so,
-/// - in bf16: attention, norms (with SiLU after them), gated GELU, the range finding and rounding of int8.
+/// - attention in bf16 and f32, and in bf16 norms (with SiLU after them), gated GELU, the range finding and rounding of int8.
 ///
 /// Weights are packed for the kernels by operations on weights alone, which [`crate::graph::stage`] moves to where
 /// weights are loaded. For programs of one partition.
@@ -66,7 +67,7 @@ pub(super) fn attention_scale(q: &Shape) -> f32 {
     (1.0 / (q.dims[3] as f64).sqrt()) as f32
 }
 
-/// The kernel that computes a layer of bf16 whose first operand is `x`.
+/// The kernel that computes a layer whose first operand is `x`.
 pub(super) fn layer_kernel(kind: &Composite, x: &Shape) -> Option<Kernel> {
     match kind {
         Composite::Attention { causal } => Some(Kernel::Attention {
@@ -146,14 +147,10 @@ impl<'a> Claims<'a> {
         // Weights are computed with once; but XLA widens all of one to find its range.
         let runs_often = !self.of_weights[i];
         let kernel = match kind {
-            Composite::Attention { .. } if all_bf16 && runs_often => {
+            Composite::Attention { .. } if runs_often => {
                 let [q, k, v] = [0, 1, 2].map(|at| self.shape(node.operands[at]));
-                let fits = [k, v]
-                    .iter()
-                    .all(|s| s.dtype == DType::BF16 && s.count() > 0)
-                    && q.count() > 0
-                    && q.dims[3].is_multiple_of(2);
-                layer_kernel(kind, q).filter(|_| fits)
+                let fits = attention::takes(q, k, v) && q.count() > 0 && k.count() > 0;
+                layer_kernel(kind, q).filter(|_| fits && node.shape.dtype == q.dtype)
             }
             Composite::GroupNorm { .. } | Composite::LayerNorm { .. } | Composite::GatedGelu
                 if all_bf16 && runs_often =>
@@ -204,7 +201,7 @@ impl<'a> Claims<'a> {
         products
     }
 
-    /// Node `i` as a product of bf16, of int8 with both scales, or of bf16 with weights in integers.
+    /// Node `i` as a product of bf16, of f32, of int8 with both scales, or of bf16 with weights in integers.
     fn product(&self, i: usize) -> Option<Product> {
         let node = &self.graph.nodes[i];
         let contraction = match &node.op {
@@ -232,8 +229,9 @@ impl<'a> Claims<'a> {
         }
         let types = [lhs, rhs].map(|id| self.shape(id).dtype);
         let is_stored = [DType::S8, DType::S4].contains(&types[1]);
+        let is_float = [DType::BF16, DType::F32].contains(&types[0]);
         let (row_scale, column_scale) = match node.operands[2..] {
-            [] if types == [DType::BF16; 2] => (None, None),
+            [] if types[0] == types[1] && is_float => (None, None),
             [] if types[0] == DType::BF16 && dequantized.is_some() && is_stored => (None, None),
             [column] if types[0] == DType::BF16 && is_stored => (None, Some(column)),
             [row, column] if types == [DType::S8; 2] => (Some(row), Some(column)),
@@ -302,7 +300,7 @@ impl<'a> Claims<'a> {
                 (taps * lhs.dims[3], lhs.dims[3])
             }
         };
-        let exact = lhs.dtype == DType::BF16 || terms <= MOST_INT8_TERMS;
+        let exact = lhs.dtype != DType::S8 || terms <= MOST_INT8_TERMS;
         let groups = group(lhs.dtype).is_some_and(|group| channels.is_multiple_of(group));
         // A pair of channels has one scale.
         let scales = product

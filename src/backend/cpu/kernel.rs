@@ -25,8 +25,8 @@ pub const LANES: usize = 16;
 pub enum Kernel {
     /// `(lhs rhs + start) * row_scale * column_scale + bias`, in that order, each step in `f32`.
     ///
-    /// Operands: the lhs, `[.., k]` or an image `[batch, height, width, k]`, of bf16 or `u8` (an int8 plus 128); the
-    /// packed rhs, bf16 or int8 ([`packed_shape`]); for `u8` then `start`, `s32[columns]` up to the next multiple of
+    /// Operands: the lhs, `[.., k]` or an image `[batch, height, width, k]`, of bf16, `f32` or `u8` (an int8 plus 128); the
+    /// packed rhs, of the same type or int8 ([`packed_shape`]); for `u8` then `start`, `s32[columns]` up to the next multiple of
     /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: of a [`Stored`] rhs scales and zero
     /// points, `row_scale` of the result's leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
@@ -39,7 +39,7 @@ pub enum Kernel {
     Product(Product),
     /// A step of AdamW.
     AdamW8bit(AdamW8bit),
-    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If
+    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 or `f32`, `[batch, length, heads, size]`. If
     /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
     /// the keys that queries see; where there are none the result is the mean of v.
     Attention { scale: f32, causal: bool },
@@ -109,9 +109,10 @@ impl Stored {
     }
 }
 
-/// Values along `k` that one 32-bit lane holds: 2 of bf16, 4 of 8 bits; `None` for types that no kernel takes.
+/// Values along `k` that one 32-bit lane holds: 1 of `f32`, 2 of bf16, 4 of 8 bits; `None` for types that no kernel takes.
 pub fn group(dtype: DType) -> Option<usize> {
     match dtype {
+        DType::F32 => Some(1),
         DType::BF16 => Some(2),
         DType::S8 | DType::U8 => Some(4),
         _ => None,

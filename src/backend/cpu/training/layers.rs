@@ -22,9 +22,10 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     };
     let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
     let fits = layer.has_gradient(operands)
+        && shapes[0].dtype == DType::BF16
         && match layer {
             Composite::Attention { .. } => takes(shapes[0], shapes[1], shapes[2]),
-            _ => shapes[0].dtype == DType::BF16,
+            _ => true,
         };
     let results = body.outputs.iter().map(|y| &body.nodes[y.node as usize]);
     let is_layer = std::ptr::eq(layer, kind);

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::dtype::DType;
 
@@ -26,16 +27,24 @@ pub struct CostEstimate {
     pub bytes_accessed: u64,
 }
 
+/// The configuration of the custom call `tpu_custom_call` for a Mosaic module that takes `memory` bytes on the chip. The compiler
+/// knows nothing of the cost but what it is told.
+pub fn backend_config(module: &str, memory: u64, cost: Option<CostEstimate>) -> String {
+    let mut call = json!({ "body": STANDARD.encode(module), "needs_layout_passes": true });
+    if let Some(cost) = cost {
+        call["cost_estimate"] = json!(cost);
+    }
+    json!({
+        "custom_call_config": call,
+        "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": memory }],
+    })
+    .to_string()
+}
+
 impl Kernel {
-    /// The configuration of the custom call `tpu_custom_call`. The compiler knows nothing of a kernel's cost but what
-    /// it is told.
+    /// The configuration of the kernel's call.
     pub fn backend_config(&self, cost: CostEstimate) -> String {
-        let body = STANDARD.encode(self.text());
-        serde_json::json!({
-            "custom_call_config": { "body": body, "needs_layout_passes": true, "cost_estimate": cost },
-            "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": self.memory }],
-        })
-        .to_string()
+        backend_config(&self.text(), self.memory as u64, Some(cost))
     }
 
     /// The kernel as a Mosaic module.
