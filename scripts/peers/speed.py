@@ -1,10 +1,10 @@
 """This program and PyTorch in turns on the same machine: seconds of a denoising step and of decoding, and memory.
 
-Usage: python speed.py --sdxl FOLDER --sd15 FOLDER [--program target/release/maxdiff-rs] [--only NAME] [--steps 8]
+Usage: python speed.py --sdxl FOLDER --sd15 FOLDER [--program target/release/maxdiff-rs] [--only NAME] [--steps 8] [--float32]
 
 random_model.py makes the FOLDERs. For each case PyTorch in bfloat16 runs first (forward_torch.py: the fastest of its
 runs), then `generate` in bfloat16 and in int8 (the mean over its steps, the first and the sampler included, so the
-comparison is not in its favour). Prints a line of Markdown table for each case as soon as it is known; ratios are this
+comparison is not in its favour); with --float32 both in float32 alone. Prints a line of Markdown table for each case as soon as it is known; ratios are this
 program's seconds over PyTorch's. Peak memory is of the whole process: text encoders, UNet and VAE one after the other
 here, the one model alone in PyTorch.
 """
@@ -33,10 +33,10 @@ def last_json(arguments):
     return json.loads(found.strip().splitlines()[-1])
 
 
-def torch(folder, part, latents, rows, runs):
+def torch(folder, part, latents, rows, runs, dtype):
     script = ROOT / "scripts/peers/forward_torch.py"
     return last_json([sys.executable, script, folder, "--part", part, f"--latents={latents}", f"--rows={rows}",
-                      f"--runs={runs}"])
+                      f"--runs={runs}", f"--dtype={dtype}"])
 
 
 def ours(program, recipe, folder, latents, rows, steps, *settings):
@@ -54,30 +54,36 @@ def main():
     arguments.add_argument("--program", default=ROOT / "target/release/maxdiff-rs")
     arguments.add_argument("--only", action="append", choices=CASES)
     arguments.add_argument("--steps", type=int, default=8)
+    arguments.add_argument("--float32", action="store_true")
     arguments = arguments.parse_args()
-    print("| case | PyTorch bf16 | bf16 | ratio | int8 | ratio | peak GB PyTorch, bf16, int8 |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.1f}, {:.1f}, {:.1f} |"
+    dtype = "float32" if arguments.float32 else "bfloat16"
+    variants = {"bf16": [], "int8": ["quantization=int8"]}
+    if arguments.float32:
+        variants = {"float32": ["weights_dtype=float32", "activations_dtype=float32"]}
+    columns = " | ".join(f"{name} | ratio" for name in variants)
+    print(f"| case | PyTorch {dtype} | {columns} | peak GB PyTorch, {', '.join(variants)} |")
+    print("|---" * (3 + 2 * len(variants)) + "|", flush=True)
+
+    def show(case, peer, seconds, runs):
+        times = " | ".join(f"{each:.2f} | {each / peer['least']:.2f}" for each in seconds)
+        peaks = [peer["peak_bytes"], *(run["peak_host_bytes"] for run in runs)]
+        peaks = ", ".join(f"{peak / 1e9:.1f}" for peak in peaks)
+        print(f"| {case} | {peer['least']:.2f} | {times} | {peaks} |", flush=True)
+
     decoded = set()
     for name in arguments.only or CASES:
         family, recipe, latents, rows = CASES[name]
         folder = getattr(arguments, family)
         if folder is None:
             continue
-        peer = torch(folder, "unet", latents, rows, arguments.steps)
+        peer = torch(folder, "unet", latents, rows, arguments.steps, dtype)
         runs = [ours(arguments.program, recipe, folder, latents, rows, arguments.steps, *settings)
-                for settings in ([], ["quantization=int8"])]
-        step = [run["seconds"]["denoise"] / run["unet_runs"] for run in runs]
-        peaks = [peer["peak_bytes"], *(run["peak_host_bytes"] for run in runs)]
-        print(row.format(f"{name} step", peer["least"], step[0], step[0] / peer["least"], step[1],
-                         step[1] / peer["least"], *(peak / 1e9 for peak in peaks)), flush=True)
+                for settings in variants.values()]
+        show(f"{name} step", peer, [run["seconds"]["denoise"] / run["unet_runs"] for run in runs], runs)
         if (family, latents) not in decoded:
             decoded.add((family, latents))
-            peer = torch(folder, "vae", latents, 1, 2)
-            decode = [run["seconds"]["decode"] for run in runs]
-            print(row.format(f"{family}-{latents} decode", peer["least"], decode[0], decode[0] / peer["least"],
-                             decode[1], decode[1] / peer["least"], peer["peak_bytes"] / 1e9,
-                             *(run["peak_host_bytes"] / 1e9 for run in runs)), flush=True)
+            peer = torch(folder, "vae", latents, 1, 2, dtype)
+            show(f"{family}-{latents} decode", peer, [run["seconds"]["decode"] for run in runs], runs)
 
 
 if __name__ == "__main__":
