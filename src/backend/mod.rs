@@ -37,8 +37,7 @@ pub enum Backend {
 
 impl Backend {
     /// The backend of a PJRT platform's name, for programs over `devices`: with the `features` of a TPU's chip, those of a `gpu`,
-    /// and where `plugin_kernels` says that a CPU plugin's kernels run on this processor. Unknown platforms get what GPUs get: no
-    /// rewriting.
+    /// and where `plugin_kernels` says that a CPU plugin's kernels run on this processor. Unknown platforms get what GPUs get.
     pub fn of_platform(
         name: &str,
         features: tpu::Features,
@@ -191,7 +190,8 @@ impl Backend {
     pub fn rewrite_training(&self, graph: Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Tpu { .. } => tpu::products_of_patches(&graph),
-            Backend::Cpu { .. } | Backend::Gpu { .. } => self.rewrite(graph),
+            Backend::Gpu { .. } => gpu::rewrite_training(&graph),
+            Backend::Cpu { .. } => self.rewrite(graph),
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::backend::attention::has_quantized_products;
 use crate::graph::{Composite, Graph, GraphError, Op, Tensor};
 
 pub use attention::FusedAttention;
-pub use rewrite::rewrite;
+pub use rewrite::{rewrite, rewrite_training};
 
 /// What a GPU has for this program's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -20,11 +20,24 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// # Errors
 /// When the graph is ill-typed.
 pub fn rewrite(graph: &Graph) -> Result<Graph> {
+    with_rounded_sums(graph, |_| true)
+}
+
+/// The same for a training step, of contractions with a bias alone, which are those of the forward pass. Gradients are summed in the type
+/// that the training asks for, also where they are rounded then.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn rewrite_training(graph: &Graph) -> Result<Graph> {
+    with_rounded_sums(graph, |followed| followed.bias.is_some())
+}
+
+fn with_rounded_sums(graph: &Graph, takes: fn(&Followed) -> bool) -> Result<Graph> {
     let users = follow::users(graph);
     let rounded: HashMap<usize, (usize, Followed)> = (0..graph.nodes.len())
         .filter(|i| sums_bf16(graph, &graph.nodes[*i]))
         .map(|i| (i, follow::bias_and_rounding(graph, &users, i)))
-        .filter(|(_, followed)| followed.result == DType::BF16)
+        .filter(|(_, followed)| followed.result == DType::BF16 && takes(followed))
         .map(|(i, followed)| (followed.root, (i, followed)))
         .collect();
     graph.substitute(&mut |b, i, copies| {
@@ -161,6 +174,35 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn gradients_keep_their_sums_in_training() {
+        // The weight's gradient of a layer that multiplies in bf16, as `gradient_reduce_dtype: float32` has it.
+        let b = Builder::new();
+        let input = |name: &str, dims: &[usize]| {
+            let shape = Shape::new(DType::BF16, dims);
+            b.input(name, shape, &[]).unwrap()
+        };
+        let dims = DotDims {
+            lhs_contract: vec![0],
+            rhs_contract: vec![0],
+            ..DotDims::default()
+        };
+        let (gradient, x) = (input("gradient", &[8, 5]), input("x", &[8, 6]));
+        let sums = b.dot_general(gradient, x, dims, DType::F32).unwrap();
+        let rounded = b.convert(sums, DType::BF16).unwrap();
+        b.output("y", rounded, None).unwrap();
+        let graph = b.finish();
+        let wide = |graph: &Graph| {
+            let nodes = graph.nodes.iter().zip(graph.live_nodes());
+            nodes
+                .filter(|(node, live)| *live && sums_bf16(graph, node))
+                .count()
+        };
+        assert_eq!(wide(&rewrite_training(&graph).unwrap()), 1);
+        assert_eq!(wide(&rewrite(&graph).unwrap()), 0);
+        assert_eq!(wide(&rewrite_training(&layer(true, true)).unwrap()), 0);
     }
 
     #[test]
