@@ -72,6 +72,10 @@ fn layers(b: &Builder) -> Vec<Tensor> {
 }
 
 fn graph(format: TensorFormat) -> Graph {
+    graph_of(layers, format)
+}
+
+fn graph_of(layers: impl Fn(&Builder) -> Vec<Tensor>, format: TensorFormat) -> Graph {
     let b = Builder::new();
     for (i, y) in layers(&b).into_iter().enumerate() {
         b.output(&format!("y{i}"), y, None).unwrap();
@@ -101,6 +105,21 @@ fn contracts(graph: &Graph) -> Vec<&Contract> {
             other => panic!("{other:?}"),
         })
         .collect()
+}
+
+/// The kernel would read them packed, which they would be anew in every run.
+#[test]
+fn weights_that_are_widened_to_float32_in_every_run_are_not_packed() {
+    let layer = |b: &Builder| {
+        let x = b.input("x", Shape::new(DType::F32, [4, 16]), &[]).unwrap();
+        let spec = Linear::new(20, "embed", "heads");
+        vec![linear(&b.root("m"), x, spec, Precision::F32).unwrap()]
+    };
+    for format in formats().into_iter().take(2) {
+        let graph = graph_of(layer, format);
+        assert!(graph.nodes.iter().any(|node| matches!(node.op, Op::Stored)));
+        assert!(contracts(&claim(&graph).unwrap()).is_empty(), "{format:?}");
+    }
 }
 
 fn relative(found: &HostTensor, expected: &HostTensor) -> f64 {

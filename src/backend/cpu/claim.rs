@@ -35,6 +35,7 @@ pub fn claim(graph: &Graph) -> Result<Graph> {
     let claims = Claims {
         graph,
         of_weights: graph.weight_only(),
+        made_again: made_again(graph),
         users: follow::users(graph),
     };
     let products = claims.products();
@@ -127,6 +128,8 @@ struct Dequantized {
 struct Claims<'a> {
     graph: &'a Graph,
     of_weights: Vec<bool>,
+    /// What is computed from stored values, and so in every run.
+    made_again: Vec<bool>,
     users: Vec<Vec<Option<usize>>>,
 }
 
@@ -229,9 +232,10 @@ impl<'a> Claims<'a> {
         }
         let types = [lhs, rhs].map(|id| self.shape(id).dtype);
         let is_stored = [DType::S8, DType::S4].contains(&types[1]);
-        let is_float = [DType::BF16, DType::F32].contains(&types[0]);
         let (row_scale, column_scale) = match node.operands[2..] {
-            [] if types[0] == types[1] && is_float => (None, None),
+            [] if types == [DType::BF16; 2] => (None, None),
+            // Weights that are made again in every run would be packed in every run.
+            [] if types == [DType::F32; 2] && !self.made_again[rhs as usize] => (None, None),
             [] if types[0] == DType::BF16 && dequantized.is_some() && is_stored => (None, None),
             [column] if types[0] == DType::BF16 && is_stored => (None, Some(column)),
             [row, column] if types == [DType::S8; 2] => (Some(row), Some(column)),
@@ -439,6 +443,16 @@ impl<'a> Claims<'a> {
         let top = b.full(&b.shape(bits), 128.0)?;
         b.binary(Binary::Xor, bits, top)
     }
+}
+
+/// The nodes that are computed from a stored value.
+fn made_again(graph: &Graph) -> Vec<bool> {
+    let mut again: Vec<bool> = Vec::with_capacity(graph.nodes.len());
+    for node in &graph.nodes {
+        let from_stored = node.operands.iter().any(|operand| again[*operand as usize]);
+        again.push(from_stored || matches!(node.op, Op::Stored));
+    }
+    again
 }
 
 /// Whether dimensions are the first ones, in order.
