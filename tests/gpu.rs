@@ -4,13 +4,12 @@
 use maxdiff::backend::gpu::{Features, claim, rewrite};
 use maxdiff::dtype::DType;
 use maxdiff::emit::{DotPrecision, EmitOptions, stablehlo};
-use maxdiff::graph::{Builder, Graph, InputKind, evaluate};
-use maxdiff::host_tensor::HostTensor;
+use maxdiff::graph::{Builder, Graph, evaluate};
 use maxdiff::models::unet::{UNet2DConditionConfig, declare_inputs, unet};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::shard::{Axis, DeviceDescription, LogicalAxisRules, Mesh, Parallelism, ShardPlan};
 
-use crate::common::{Golden, rel_l2};
+use crate::common::{Golden, recorded, rel_l2};
 use crate::tpu_kernels::{attention_layer, calls, distance};
 
 const HOPPER: Features = Features { largest_head: 256 };
@@ -114,14 +113,7 @@ fn a_unet_in_the_form_for_gpus_is_as_near_to_diffusers() {
     let y = b.convert(y, DType::F32).unwrap();
     b.output("out/sample", y, None).unwrap();
     let graph = b.finish();
-    let values: Vec<HostTensor> = graph
-        .inputs
-        .iter()
-        .map(|input| match input.kind {
-            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
-            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
-        })
-        .collect();
+    let values = recorded(&graph, &checkpoint, &io);
 
     let with = claimed(&graph);
     // Four transformers' self-attention and cross-attention, at the least.

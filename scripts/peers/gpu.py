@@ -1,4 +1,4 @@
-"""This program and PyTorch in turns on one GPU: SDXL at 1024x1024 with guidance, seconds of a denoising step and GPU memory.
+"""This program and PyTorch in turns on one GPU: SDXL at 1024x1024 with guidance, seconds of a denoising step.
 
 Usage: python gpu.py FOLDER [--program target/release/maxdiff-rs] [--images 1 4] [--quantization "" int8 fp8] [--compile default]
 
@@ -9,20 +9,14 @@ of a program take. Prints a line of Markdown table for each case as soon as it i
 """
 
 import argparse
-import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from speed import ROOT, last_json
+
 LATENTS = 128
 STEPS = (20, 60)
-
-
-def last_json(arguments):
-    found = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(found.strip().splitlines()[-1])
 
 
 def torch(folder, images, mode):

@@ -4,9 +4,9 @@ Usage: python speed.py --sdxl FOLDER --sd15 FOLDER [--program target/release/max
 
 random_model.py makes the FOLDERs. For each case PyTorch in bfloat16 runs first (forward_torch.py: the fastest of its
 runs), then `generate` in bfloat16 and in int8 (the mean over its steps, the first and the sampler included, so the
-comparison is not in its favour); with --float32 both in float32 alone. Prints a line of Markdown table for each case as soon as it is known; ratios are this
-program's seconds over PyTorch's. Peak memory is of the whole process: text encoders, UNet and VAE one after the other
-here, the one model alone in PyTorch.
+comparison is not in its favour); with --float32 both in float32 alone. Prints a line
+of Markdown table for each case as soon as it is known; ratios are this program's seconds over PyTorch's. Peak memory is
+of the whole process: text encoders, UNet and VAE one after the other here, the one model alone in PyTorch.
 """
 
 import argparse

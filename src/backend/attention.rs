@@ -10,6 +10,14 @@ pub(super) fn has_quantized_products(body: &Graph) -> bool {
     body.nodes.iter().any(is_quantized)
 }
 
+/// Whether the shapes are those of an attention: q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`.
+pub(super) fn is_attention(q: &Shape, k: &Shape, v: &Shape) -> bool {
+    q.rank() == 4
+        && k.rank() == 4
+        && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
+        && k == v
+}
+
 /// `softmax(q k^T * scale) v` for each head, for operands `[batch, length, heads, size]`. If `causal`, a query sees the keys up to its
 /// own place. A fourth operand, `pred[batch, keys]`, are the keys that queries see.
 pub(super) fn evaluate(operands: &[&Value], scale: f64, causal: bool, shape: Shape) -> Value {

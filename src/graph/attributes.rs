@@ -96,6 +96,11 @@ impl ConvLayout {
         }
     }
 
+    /// The dimensions in the order `[b, 0, 1, .., f]`, by which a transpose brings channels last.
+    pub fn channels_last_order(&self) -> Vec<usize> {
+        [&[self.batch], self.spatial.as_slice(), &[self.feature]].concat()
+    }
+
     /// `[b, f, 0, 1, ..]`; for a kernel `[o, i, 0, 1, ..]`, PyTorch's order.
     pub fn channels_first(spatial: usize) -> Self {
         ConvLayout {

@@ -149,6 +149,17 @@ pub fn assert_same_weights(b: &Builder, checkpoint: &Golden) {
     assert_eq!(ours, checkpoint.shapes());
 }
 
+/// The graph's inputs: the checkpoint's weights and the recorded inputs.
+pub fn recorded(graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
+    let inputs = graph.inputs.iter();
+    inputs
+        .map(|input| match input.kind {
+            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
+            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
+        })
+        .collect()
+}
+
 /// The graph's outputs on the checkpoint's weights and the recorded inputs.
 pub fn run_recorded(
     session: &Session,
@@ -156,13 +167,5 @@ pub fn run_recorded(
     checkpoint: &Golden,
     io: &Golden,
 ) -> Vec<HostTensor> {
-    let arguments: Vec<HostTensor> = graph
-        .inputs
-        .iter()
-        .map(|input| match input.kind {
-            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
-            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
-        })
-        .collect();
-    run_on(session, graph, &arguments)
+    run_on(session, graph, &recorded(graph, checkpoint, io))
 }

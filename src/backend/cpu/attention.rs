@@ -1,16 +1,14 @@
 //! Attention and its derivative with scores that are never stored whole (`plugin/attention.inc`,
 //! `plugin/attention_gradient.inc`): shapes and values.
 
+use crate::backend::attention::is_attention;
 use crate::dtype::DType;
 use crate::graph::{InferError, constraint};
 use crate::shape::Shape;
 
 /// Whether the kernel takes these operands: `[batch, length, heads, size]`, in bf16 with an even size, or in `f32`.
 pub(super) fn takes(q: &Shape, k: &Shape, v: &Shape) -> bool {
-    q.rank() == 4
-        && k.rank() == 4
-        && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
-        && k == v
+    is_attention(q, k, v)
         && q.dtype == k.dtype
         && match q.dtype {
             DType::BF16 => q.dims[3].is_multiple_of(2),

@@ -35,7 +35,7 @@ pub fn claim(graph: &Graph) -> Result<Graph> {
     let claims = Claims {
         graph,
         of_weights: graph.weight_only(),
-        made_again: made_again(graph),
+        from_stored: graph.from_stored(),
         users: follow::users(graph),
     };
     let products = claims.products();
@@ -129,7 +129,7 @@ struct Claims<'a> {
     graph: &'a Graph,
     of_weights: Vec<bool>,
     /// What is computed from stored values, and so in every run.
-    made_again: Vec<bool>,
+    from_stored: Vec<bool>,
     users: Vec<Vec<Option<usize>>>,
 }
 
@@ -235,7 +235,7 @@ impl<'a> Claims<'a> {
         let (row_scale, column_scale) = match node.operands[2..] {
             [] if types == [DType::BF16; 2] => (None, None),
             // Weights that are made again in every run would be packed in every run.
-            [] if types == [DType::F32; 2] && !self.made_again[rhs as usize] => (None, None),
+            [] if types == [DType::F32; 2] && !self.from_stored[rhs as usize] => (None, None),
             [] if types[0] == DType::BF16 && dequantized.is_some() && is_stored => (None, None),
             [column] if types[0] == DType::BF16 && is_stored => (None, Some(column)),
             [row, column] if types == [DType::S8; 2] => (Some(row), Some(column)),
@@ -445,16 +445,6 @@ impl<'a> Claims<'a> {
     }
 }
 
-/// The nodes that are computed from a stored value.
-fn made_again(graph: &Graph) -> Vec<bool> {
-    let mut again: Vec<bool> = Vec::with_capacity(graph.nodes.len());
-    for node in &graph.nodes {
-        let from_stored = node.operands.iter().any(|operand| again[*operand as usize]);
-        again.push(from_stored || matches!(node.op, Op::Stored));
-    }
-    again
-}
-
 /// Whether dimensions are the first ones, in order.
 fn leads(dims: &[usize]) -> bool {
     dims.iter().copied().eq(0..dims.len())
@@ -478,13 +468,7 @@ pub(super) fn channels_last_kernel(
     kernel: Tensor,
     dims: &ConvDims,
 ) -> Result<(Tensor, Window)> {
-    let order = [
-        dims.rhs.batch,
-        dims.rhs.spatial[0],
-        dims.rhs.spatial[1],
-        dims.rhs.feature,
-    ];
-    let kernel = b.transpose(kernel, &order)?;
+    let kernel = b.transpose(kernel, &dims.rhs.channels_last_order())?;
     let sizes = b.dims(kernel);
     let padding = [0, 1].map(|i| {
         let (low, high) = dims.padding[i];

@@ -169,12 +169,7 @@ fn channels_last(
     dims: &ConvDims,
 ) -> Result<(Tensor, Tensor, ConvDims)> {
     let spatial = dims.strides.len();
-    let image = [
-        &[dims.lhs.batch],
-        dims.lhs.spatial.as_slice(),
-        &[dims.lhs.feature],
-    ]
-    .concat();
+    let image = dims.lhs.channels_last_order();
     let kernel = [
         dims.rhs.spatial.as_slice(),
         &[dims.rhs.feature, dims.rhs.batch],

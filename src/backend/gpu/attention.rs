@@ -2,7 +2,7 @@
 
 use serde_json::{Value as Json, json};
 
-use crate::backend;
+use crate::backend::attention::{self, is_attention};
 use crate::dtype::DType;
 use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
@@ -25,18 +25,14 @@ const SIZE_STEP: usize = 8;
 impl FusedAttention {
     /// The attention of these operands, if cuDNN takes their type and shapes.
     pub fn of([q, k, v]: [&Shape; 3], causal: bool) -> Option<FusedAttention> {
-        let &[batch, _, heads, size] = &q.dims[..] else {
-            return None;
-        };
-        let is_alike = k.rank() == 4 && (k.dims[0], &k.dims[2..]) == (batch, &[heads, size][..]);
+        let size = *q.dims.get(3)?;
         let is_bf16 = q.dtype == DType::BF16 && k.dtype == DType::BF16;
         let has_values = q.count() > 0 && k.count() > 0;
-        (is_alike && k == v && is_bf16 && has_values && size.is_multiple_of(SIZE_STEP)).then(|| {
-            FusedAttention {
-                scale: 1.0 / (size as f64).sqrt(),
-                size,
-                causal,
-            }
+        let fits = is_attention(q, k, v) && size.is_multiple_of(SIZE_STEP);
+        (fits && is_bf16 && has_values).then(|| FusedAttention {
+            scale: 1.0 / (size as f64).sqrt(),
+            size,
+            causal,
         })
     }
 
@@ -123,7 +119,7 @@ impl CustomCall for FusedAttention {
     }
 
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        backend::attention::evaluate(operands, self.scale, self.causal, result)
+        attention::evaluate(operands, self.scale, self.causal, result)
     }
 }
 

@@ -85,17 +85,12 @@ fn channels_last_kernel(
     if dims.lhs != wanted || dims.rhs == wanted {
         return Ok((kernel, dims.clone()));
     }
-    let order = [
-        &[dims.rhs.batch],
-        dims.rhs.spatial.as_slice(),
-        &[dims.rhs.feature],
-    ]
-    .concat();
+    let kernel = b.transpose(kernel, &dims.rhs.channels_last_order())?;
     let dims = ConvDims {
         rhs: wanted,
         ..dims.clone()
     };
-    Ok((b.transpose(kernel, &order)?, dims))
+    Ok((kernel, dims))
 }
 
 #[cfg(test)]

@@ -3,8 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use crate::backend::attention::has_quantized_products;
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Graph, GraphError, Node, Op, Tensor};
+use crate::graph::{Builder, Composite, Graph, GraphError, Op, Tensor};
 
 use super::super::attention::takes;
 use super::super::claim::{attention_scale, call, layer_kernel};
@@ -20,7 +21,6 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
         }
         layer => (layer, shapes.len()),
     };
-    let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
     let fits = layer.has_gradient(operands)
         && shapes[0].dtype == DType::BF16
         && match layer {
@@ -31,7 +31,7 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     let is_layer = std::ptr::eq(layer, kind);
     fits && shapes.iter().all(|shape| shape.count() > 0)
         && (!is_layer || results.into_iter().all(|y| y.shape.dtype == DType::BF16))
-        && !body.nodes.iter().any(is_quantized)
+        && !has_quantized_products(body)
 }
 
 /// The layers of a training step.
