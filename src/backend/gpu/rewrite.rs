@@ -14,13 +14,34 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// in bf16. The libraries sum in `f32` all the same. A convolution that gives `f32` would be one of `f32` operands, at half the rate
 /// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round.
 ///
+/// Convolutions of integers multiply the same integers in bf16, which holds them, and give their sums in bf16: cuDNN has no
+/// convolution of integers that gives `s32`, so XLA would widen both operands to `f32`.
+///
 /// The kernels of convolutions get their input channels last, as the libraries read them. Of weights that is done where they are
 /// loaded.
 ///
 /// # Errors
 /// When the graph is ill-typed.
 pub fn rewrite(graph: &Graph) -> Result<Graph> {
-    with_rounded_sums(graph, |_| true)
+    let graph = graph.rewrite(&mut |b, node, operands| match &node.op {
+        Op::Convolution {
+            dims,
+            quant: None,
+            result,
+        } if is_narrow_integer(b.dtype(operands[0])) && is_narrow_integer(b.dtype(operands[1])) => {
+            let [lhs, rhs] = [0, 1].map(|i| b.convert(operands[i], DType::BF16));
+            let (rhs, dims) = channels_last_kernel(b, rhs?, dims)?;
+            let sums = b.convolution(lhs?, rhs, dims, DType::BF16)?;
+            b.convert(sums, *result).map(Some)
+        }
+        _ => Ok(None),
+    })?;
+    with_rounded_sums(&graph, |_| true)
+}
+
+/// Whether bf16 holds every value of this type of integers.
+fn is_narrow_integer(dtype: DType) -> bool {
+    !dtype.is_float() && dtype.bits() <= 8 && dtype != DType::Pred
 }
 
 /// The same for a training step, of contractions with a bias alone, which are those of the forward pass. Gradients are summed in the type
@@ -110,18 +131,8 @@ mod tests {
         let sums = match is_convolution {
             true => {
                 let (x, w) = (input("x", &[1, 4, 4, 3]), input("w", &[5, 3, 3, 3]));
-                let dims = ConvDims {
-                    lhs: ConvLayout::channels_last(2),
-                    rhs: ConvLayout::channels_first(2),
-                    out: ConvLayout::channels_last(2),
-                    strides: vec![1, 1],
-                    padding: vec![(1, 1), (1, 1)],
-                    lhs_dilation: vec![1; 2],
-                    rhs_dilation: vec![1; 2],
-                    feature_groups: 1,
-                    batch_groups: 1,
-                };
-                b.convolution(x, w, dims, DType::F32).unwrap()
+                b.convolution(x, w, ConvDims::of_image(1, (1, 1)), DType::F32)
+                    .unwrap()
             }
             false => {
                 let (x, w) = (input("x", &[4, 6]), input("w", &[5, 6]));
@@ -148,6 +159,11 @@ mod tests {
 
     fn values(shape: &Shape) -> HostTensor {
         let values = (0..shape.count()).map(|i| ((i * 37 % 64) as f64 - 32.0) / 16.0);
+        HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()
+    }
+
+    fn integers(shape: &Shape) -> HostTensor {
+        let values = (0..shape.count()).map(|i| (i * 37 % 255) as f64 - 127.0);
         HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()
     }
 
@@ -198,6 +214,34 @@ mod tests {
         assert_eq!(wide(&rewrite_training(&graph).unwrap()), 1);
         assert_eq!(wide(&rewrite(&graph).unwrap()), 0);
         assert_eq!(wide(&rewrite_training(&layer(true, true)).unwrap()), 0);
+    }
+
+    #[test]
+    fn convolutions_of_integers_multiply_them_in_bf16() {
+        let b = Builder::new();
+        let input = |name: &str, dims: &[usize]| {
+            let shape = Shape::new(DType::S8, dims);
+            b.input(name, shape, &[]).unwrap()
+        };
+        let (x, w) = (input("x", &[1, 4, 4, 3]), input("w", &[5, 3, 3, 3]));
+        let y = b
+            .convolution(x, w, ConvDims::of_image(1, (1, 1)), DType::S32)
+            .unwrap();
+        b.output("y", y, None).unwrap();
+        let graph = b.finish();
+        let rewritten = rewrite(&graph).unwrap();
+        let nodes = rewritten.nodes.iter().zip(rewritten.live_nodes());
+        let mut contractions =
+            nodes.filter(|(node, live)| *live && matches!(node.op, Op::Convolution { .. }));
+        assert!(contractions.all(|(node, _)| node.shape.dtype == DType::BF16));
+        let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| integers(&i.shape)).collect();
+        let [exact, rounded] = [&graph, &rewritten]
+            .map(|graph| evaluate(graph, &inputs).unwrap()[0].to_f64_vec().unwrap());
+        assert!(exact.iter().any(|sum| sum.abs() > 256.0));
+        for (exact, rounded) in exact.iter().zip(&rounded) {
+            let bound = 2.0_f64.powi(-8) * exact.abs();
+            assert!((exact - rounded).abs() <= bound, "{exact} and {rounded}");
+        }
     }
 
     #[test]
