@@ -140,7 +140,8 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     assert_eq!(settings.prompt, "a large red circle on a white background");
 }
 
-/// A run that goes on with two devices, and then with four, has the losses of one device, to 1e-5.
+/// A run that goes on with two devices, and then with four, has the losses of one device, to 1e-5. With another batch it goes on after
+/// the pictures that it has had.
 #[test]
 fn a_run_continues_on_other_numbers_of_devices() {
     let dir = tempfile::tempdir().unwrap();
@@ -165,6 +166,23 @@ fn a_run_continues_on_other_numbers_of_devices() {
         // The same sums in another order.
         assert!((a - b).abs() < 1e-5 * a, "{a} {b}");
     }
+    let batch = [
+        schedule,
+        "max_train_steps=8",
+        "num_devices=1",
+        "per_device_batch_size=3",
+        "gradient_accumulation_steps=2",
+    ];
+    let output = succeed(&mut maxdiff("train", &parts, &batch));
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        log.contains("a step had 4 pictures (1 x 4), and from step 6 on it has 6 (2 x 3)"),
+        "{log}"
+    );
+    let state = fs::read_to_string(checkpoint(&parts, 8).join("state.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+    // 24 pictures are eight batches of three, and two steps have two each.
+    assert_eq!(state["data"]["batches"], 12);
 }
 
 #[test]

@@ -601,7 +601,7 @@ schema! {
         /// Examples for each device and step; a fraction, if the total over all devices is whole.
         per_device_batch_size: f64 = 2.0, Used, PROGRAM, in AboveUpTo(0.0, MOST);
         /// Batches whose gradients are averaged for one update, which is one step. Each is `per_device_batch_size` on each device.
-        gradient_accumulation_steps: u64 = 1, Ours, TRAIN_STEP, in Between(1.0, MOST), is [FixedOnResume];
+        gradient_accumulation_steps: u64 = 1, Ours, TRAIN_STEP, in Between(1.0, MOST);
         /// Highest learning rate.
         learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
         /// Fraction of the steps over which the learning rate rises from zero.

@@ -30,9 +30,12 @@ pub fn step_line(report: &StepReport) -> String {
 /// Share of the newest step in the running mean of step times.
 const SMOOTHING: f64 = 0.1;
 
+/// Steps whose losses the bar shows the mean of; earlier ones count less and less.
+const LOSS_STEPS: u64 = 50;
+
 /// Shows the progress of a training run on standard error.
 ///
-/// On a terminal: a bar with the step, the loss, samples/s and the time left. Elsewhere: the step
+/// On a terminal: a bar with the step, the running mean of the loss, samples/s and the time left. Elsewhere: the step
 /// line every `log_period` steps and at the end, and a line with samples/s and the time left at
 /// each tenth of the run.
 pub struct Progress {
@@ -44,6 +47,8 @@ pub struct Progress {
     log_period: u64,
     reports: u64,
     step_seconds: f64,
+    /// The running mean of the losses that are finite, and how many there were.
+    mean_loss: (f64, u64),
 }
 
 impl Progress {
@@ -94,6 +99,7 @@ impl Progress {
             log_period,
             reports: 0,
             step_seconds: 0.0,
+            mean_loss: (0.0, 0),
         }
     }
 
@@ -106,11 +112,16 @@ impl Progress {
         } else {
             self.step_seconds + SMOOTHING * (report.seconds - self.step_seconds)
         };
+        let (mean_loss, losses) = &mut self.mean_loss;
+        if report.loss.is_finite() {
+            *losses += 1;
+            *mean_loss += (report.loss - *mean_loss) / (*losses).min(LOSS_STEPS) as f64;
+        }
+        let mean_loss = *mean_loss;
         let done = self.first_step + self.reports;
         self.bar.set_position(done);
         self.bar.set_message(format!(
-            "loss {:.4}, {}",
-            report.loss,
+            "mean loss {mean_loss:.4}, {}",
             self.rate(report, done)
         ));
 
@@ -246,6 +257,29 @@ mod tests {
                 "completed step: 9, seconds: 0.500, TFLOP/s/device: 1.250, loss: 0.500",
             ]
         );
+    }
+
+    #[test]
+    fn the_bar_shows_the_mean_of_finite_losses() {
+        let mut progress = Progress::to_lines(std::io::sink(), 100, 0, 0);
+        let mut show = |loss: f64| {
+            progress.step(&StepReport {
+                step: 0,
+                seconds: 0.5,
+                tflops_per_device: 1.0,
+                loss,
+                samples: 1,
+            });
+            progress.bar.message()
+        };
+        assert!(show(1.0).starts_with("mean loss 1.0000, "));
+        show(3.0);
+        assert!(show(f64::NAN).starts_with("mean loss 2.0000, "));
+        for _ in 0..48 {
+            show(2.0);
+        }
+        // From then on the newest counts a fiftieth.
+        assert!(show(4.5).starts_with("mean loss 2.0500, "));
     }
 
     #[test]

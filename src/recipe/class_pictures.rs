@@ -10,6 +10,7 @@ use crate::pipelines::prompt::PromptSyntax;
 use crate::pjrt::install::TryLoad;
 use crate::util::files::sorted_entries;
 
+use super::data::subject;
 use super::fine_tune::{class_folder, without_steering};
 use super::{Generation, Notify, RecipeError, generation, open_session};
 
@@ -20,7 +21,7 @@ const TOGETHER: usize = 4;
 /// asked for. `progress` hears how many of how many are there.
 ///
 /// # Errors
-/// When the folder cannot be read or written, or the model cannot draw.
+/// When the subject's pictures cannot be read, the folder cannot be read or written, or the model cannot draw.
 pub fn class_pictures(
     config: &Config,
     given: &Given,
@@ -38,6 +39,8 @@ pub fn class_pictures(
     if there >= wanted {
         return Ok(());
     }
+    // What is wrong with the subject's pictures is said before any of the class are drawn.
+    subject(config)?;
     progress(there, wanted);
     let drawing = Config {
         prompt: Prompts(vec![config.class_prompt.clone()]),

@@ -194,34 +194,45 @@ pub(super) fn tag_orders(
 
 /// Pictures of one thing, and of its class if prior preservation is asked for.
 fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
-    let options = |key: &str, dir: &Path, prompt: &str, most: Option<usize>| {
-        if !dir.is_dir() {
-            let dir = dir.display();
-            return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
-        }
-        let mut options = folder_options(config, dir)?;
-        options.max_images = most;
-        options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
-        Ok(options)
-    };
-    let dir = Path::new(&config.instance_data_dir);
-    let most = most_samples(config);
-    let own = options("instance_data_dir", dir, &config.instance_prompt, most)?;
-    let mut folder = Folder::open(own).map_err(RecipeError::failed)?;
-    folder.check_masks().map_err(RecipeError::failed)?;
+    let mut folder = subject(config)?;
     if config.with_prior_preservation {
-        let mut classes = options(
-            "class_data_dir",
-            &class_folder(config),
-            &config.class_prompt,
-            None,
-        )?;
+        let dir = class_folder(config);
+        let mut classes = prompted(config, "class_data_dir", &dir, &config.class_prompt)?;
         // All of a class picture counts.
         classes.masks = Masks::None;
         let classes = Folder::open(classes).map_err(RecipeError::failed)?;
         folder = folder.with_class_images(classes, config.num_class_images as usize);
     }
     Ok(Dataset::Folder(Box::new(folder)))
+}
+
+/// DreamBooth's pictures of the subject, without those of its class.
+///
+/// # Errors
+/// When the folder is not there, or a picture has neither a caption nor a mask that it needs.
+pub(super) fn subject(config: &Config) -> Result<Folder, RecipeError> {
+    let dir = Path::new(&config.instance_data_dir);
+    let mut options = prompted(config, "instance_data_dir", dir, &config.instance_prompt)?;
+    options.max_images = most_samples(config);
+    let folder = Folder::open(options).map_err(RecipeError::failed)?;
+    folder.check_masks().map_err(RecipeError::failed)?;
+    Ok(folder)
+}
+
+/// How a folder is read whose pictures have `prompt` where they have no caption of their own.
+fn prompted(
+    config: &Config,
+    key: &str,
+    dir: &Path,
+    prompt: &str,
+) -> Result<FolderOptions, RecipeError> {
+    if !dir.is_dir() {
+        let dir = dir.display();
+        return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
+    }
+    let mut options = folder_options(config, dir)?;
+    options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
+    Ok(options)
 }
 
 fn buckets(config: &Config) -> Result<Buckets, RecipeError> {

@@ -8,6 +8,7 @@ use crate::config::{Config, Given, LoraConfig};
 use crate::models::{DenoiserKind, Part};
 use crate::pipelines::PipelineModel;
 use crate::quant::Policy;
+use crate::schedulers::SchedulerConfig;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::{
     EMA_SUFFIX, INVERSION_FILE, InversionOptions, LORA_FILE, LoraOptions, LoraRecord,
@@ -22,6 +23,7 @@ use super::model::trains_pixels;
 use super::objective::objective;
 use super::record::{Recorded, of_new_model};
 use super::run_model::tokenizer_file;
+use super::scheduler::as_trained;
 use super::source::{Beside, INDEX, Source};
 use super::step::lora_options;
 use super::{Notify, RecipeError, check_fine_tuning, check_trainable, hub};
@@ -174,7 +176,10 @@ pub(super) fn recorded(
         None => None,
     };
     match (lora, inversion, base.files.published()) {
-        (None, None, Some(source)) => whole_model(config, kind, source),
+        (None, None, Some(source)) => {
+            let scheduler = &base.model.scheduler;
+            whole_model(config, kind, source, scheduler)
+        }
         (None, None, None) => {
             let file = tokenizer_file(config, base.files.path());
             let json = files::read_to_string(&file).map_err(RecipeError::at(file.display()))?;
@@ -213,19 +218,20 @@ fn lora_record(
     Ok(LoraRecord { options, kohya })
 }
 
-/// A diffusers folder: the denoiser's configuration, and all that training does not change.
+/// A diffusers folder: the denoiser's configuration, what the run has trained it to predict, and all that training does not change.
 fn whole_model(
     config: &Config,
     kind: DenoiserKind,
     source: &ModelSource,
+    trained: &SchedulerConfig,
 ) -> Result<Recorded, RecipeError> {
     let mut files = vec![(
         "model_index.json".to_owned(),
         json(&source.index_fields().map_err(RecipeError::failed)?)?,
     )];
-    if let Some(scheduler) = &source.scheduler {
+    if let Some(own) = &source.scheduler {
         let path = "scheduler/scheduler_config.json".to_owned();
-        files.push((path, json(scheduler)?));
+        files.push((path, json(&as_trained(own, trained)?)?));
     }
     let (mut unchanged, mut completed) = (Vec::new(), Vec::new());
     for (part, component) in &source.components {

@@ -1,11 +1,13 @@
 //! The record of a training run in its checkpoints, and whether it may resume from one.
 
-use serde_json::json;
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
 
 use crate::config::{Config, Derived, Quantization, Resume};
 use crate::models::unet::ROOT as UNET;
 use crate::models::{Denoiser, DiffusionModel, Part};
-use crate::train::checkpoint::SavedCheckpoint;
+use crate::train::checkpoint::{BATCH_SIZE, BATCHES_OF_STEP, SavedCheckpoint};
 use crate::train::schedule::LearningRate;
 use crate::train::{
     EMA_SUFFIX, InversionOptions, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile,
@@ -52,10 +54,11 @@ pub(super) fn run_options(
             train_guidance_scale(config).into(),
         );
     }
-    // The same batch over another number of devices is the same training; a larger one is not.
+    // The same batch over another number of devices is the same training.
+    deciding.insert(BATCH_SIZE.to_owned(), derived.total_train_batch_size.into());
     deciding.insert(
-        "total_train_batch_size".to_string(),
-        derived.total_train_batch_size.into(),
+        BATCHES_OF_STEP.to_owned(),
+        config.gradient_accumulation_steps.into(),
     );
     if config.quantization != Quantization::Off {
         deciding.insert(
@@ -202,6 +205,21 @@ pub(super) fn check_saved(
         .state()
         .check_resume(&options.config, &defaults)
         .map_err(RecipeError::failed)?;
+    let samples = |config: &BTreeMap<String, Value>| {
+        [BATCH_SIZE, BATCHES_OF_STEP].map(|key| config.get(key).and_then(Value::as_u64))
+    };
+    let [before, now] = [&saved.state().config, &options.config].map(samples);
+    if let ([Some(size), Some(count)], [Some(new_size), Some(new_count)]) = (before, now)
+        && before != now
+    {
+        notify(Notice::Warning(&format!(
+            "a step had {} pictures ({count} x {size}), and from step {} on it has {} ({new_count} x {new_size}); their order goes on \
+             after those that were used, and learning_rate stays as it is",
+            count * size,
+            saved.state().step,
+            new_count * new_size
+        )));
+    }
     let total = options.learning_rate.total_steps;
     match saved.state().counters.get(SCHEDULE_STEPS) {
         Some(&before) if before != total => notify(Notice::Warning(&format!(

@@ -147,6 +147,36 @@ pub fn scheduler_of(
     Ok(scheduler)
 }
 
+/// A model's own `scheduler_config.json`, with what a run has trained it to predict in place of what it said: the keys that
+/// define its noise levels and its prediction. What chooses the steps of sampling stays, and flow matching has no such keys.
+///
+/// # Errors
+/// When the model's own fields contradict each other.
+pub fn as_trained(
+    own: &Map<String, Value>,
+    trained: &SchedulerConfig,
+) -> Result<Map<String, Value>, RecipeError> {
+    let before = SchedulerConfig::from_map(own).map_err(RecipeError::usage)?;
+    if before.is_flow() {
+        return Ok(own.clone());
+    }
+    let keys = |of: &SchedulerConfig| {
+        [
+            ("prediction_type", Value::from(of.prediction_type.name())),
+            ("num_train_timesteps", of.num_train_timesteps.into()),
+            ("beta_schedule", of.beta_schedule.name().into()),
+            ("beta_start", of.beta_start.into()),
+            ("beta_end", of.beta_end.into()),
+            ("rescale_betas_zero_snr", of.rescale_betas_zero_snr.into()),
+        ]
+    };
+    let changed = keys(trained).into_iter().zip(keys(&before));
+    let changed = changed.filter(|(now, then)| now != then);
+    let mut fields = own.clone();
+    fields.extend(changed.map(|((key, value), _)| (key.to_owned(), value)));
+    Ok(fields)
+}
+
 fn scheduler_fields(config: &Config) -> Map<String, Value> {
     let from = &config.diffusion_scheduler_config;
     let fields = serde_json::json!({

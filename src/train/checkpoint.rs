@@ -36,7 +36,10 @@ use crate::util::hash::{Hasher, Sha256};
 use crate::weights::save::{FilePlan, check_free_space, write_error};
 use crate::weights::{Checkpoint, FetchError, TensorSpec, WeightsError};
 use lock::Lock;
-pub use state::{FieldMismatch, ResumeMismatch, TrainState, config_sha256};
+pub(in crate::train) use state::BATCHES;
+pub use state::{
+    BATCH_SIZE, BATCHES_OF_STEP, FieldMismatch, ResumeMismatch, TrainState, config_sha256,
+};
 use state::{Manifest, ManifestFile, check_paths};
 
 /// The record of a checkpoint, beside the manifest.

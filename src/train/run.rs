@@ -147,7 +147,6 @@ impl TrainingLoop<'_, '_> {
         let options = self.options;
         let (first, total) = (state.step, options.max_train_steps);
         self.tell(TrainEvent::Started { first, total });
-        let batches = options.gradient_accumulation_steps;
         let devices = self.session.devices().len() as f64;
         let tflops = self
             .programs
@@ -156,7 +155,7 @@ impl TrainingLoop<'_, '_> {
         let tflops: Vec<f64> = tflops.collect();
         let feed = Arc::clone(&self.feed);
         let mut ahead: Prefetcher<(usize, StepInputs), TrainError> =
-            Prefetcher::spawn(state.step * batches, 2, move |batch| feed.inputs(batch))?;
+            Prefetcher::spawn(state.next_batch, 2, move |batch| feed.inputs(batch))?;
         let (mut failed_in_a_row, mut last_seconds) = (0, 0.0);
         while state.step < total {
             let written = saver.poll(state)?;
@@ -393,7 +392,7 @@ impl TrainingLoop<'_, '_> {
                 .map(|(sum, own)| sum + own);
             let start = Instant::now();
             let batch = BatchOfStep {
-                number: state.step * count + at,
+                number: state.next_batch + at,
                 step: state.step,
                 is_last: at + 1 == count,
                 learning_rate: result.learning_rate,
@@ -402,6 +401,7 @@ impl TrainingLoop<'_, '_> {
             if batch.is_last {
                 // The arrays are the next step's from here on, also if its results cannot be read.
                 state.step += 1;
+                state.next_batch += count;
             }
             for (name, array) in told {
                 let value = array.to_host(self.session.mesh())?.to_f64_vec()?[0];

@@ -22,7 +22,9 @@ use crate::weights::source::ModelSource;
 use crate::weights::{FetchError, TensorSpec};
 
 use super::INVERSION_FILE;
-use super::checkpoint::{CheckpointError, CheckpointFile, Content, SavedCheckpoint, TrainState};
+use super::checkpoint::{
+    BATCHES, CheckpointError, CheckpointFile, Content, SavedCheckpoint, TrainState,
+};
 use super::error::TrainError;
 use super::inversion::{InversionOptions, is_learned};
 use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
@@ -114,6 +116,8 @@ pub struct TrainingState {
     /// Which inputs are weights that are not trained.
     pub(super) frozen: Vec<bool>,
     pub(super) step: u64,
+    /// The number of the next batch, of which a step may have several.
+    pub(super) next_batch: u64,
     pub(super) skipped: u64,
     /// When the run was first started.
     pub(super) started: SystemTime,
@@ -204,6 +208,7 @@ impl TrainingState {
             frozen: frozen.collect(),
             inputs: graph.inputs.clone(),
             step: 0,
+            next_batch: 0,
             skipped: 0,
             started: SystemTime::now(),
             productive: 0.0,
@@ -234,6 +239,7 @@ impl TrainingState {
     ) -> Result<TrainingState, TrainError> {
         let mut state = TrainingState::empty(graph);
         state.step = saved.state().step;
+        state.next_batch = saved.state().next_batch(&options.config);
         let counter = |name: &str| saved.state().counters.get(name).copied();
         state.skipped = counter(SKIPPED).unwrap_or(0);
         // Checkpoints of earlier versions have neither.
@@ -720,7 +726,7 @@ pub(super) fn files<'f>(
 pub(super) fn record(state: &TrainingState, options: &RunOptions) -> TrainState {
     let mut record = TrainState::new(state.step, options.config.clone());
     record.seeds.insert("seed".to_string(), options.seed);
-    record.data = serde_json::json!({ "step": state.step });
+    record.data = serde_json::json!({ "step": state.step, BATCHES: state.next_batch });
     record.quantization = options.quantization.clone();
     let since_epoch = state.started.duration_since(UNIX_EPOCH).unwrap_or_default();
     for (name, count) in [

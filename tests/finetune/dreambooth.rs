@@ -74,7 +74,14 @@ fn class_pictures_are_drawn_once_and_train_beside_the_subjects() {
             &[data.as_str(), "dataset_type=folder", "train_data_dir=x"],
             "give one of the two",
         ),
-        (&["instance_data_dir=/nowhere"], "no such folder"),
+        (
+            &[
+                "instance_data_dir=/nowhere",
+                "with_prior_preservation=True",
+                "class_prompt=x",
+            ],
+            "instance_data_dir=/nowhere: no such folder",
+        ),
         (
             &[
                 data.as_str(),

@@ -660,7 +660,8 @@ fn variants_of_a_run_follow_it() {
     let other = place.path("vae");
     copy(&golden("pipeline_sdxl").join("vae"), &other);
     let other = format!("vae_model_name_or_path={}", other.display());
-    let log = place.train("other", &[&of_six[..], &[other.as_str()]].concat());
+    let velocity = [other.as_str(), "prediction_type=v_prediction"];
+    let log = place.train("other", &[&of_six[..], &velocity].concat());
     assert!(
         log.contains("encoded 6 images") && !log.contains("captions"),
         "{log}"
@@ -673,6 +674,14 @@ fn variants_of_a_run_follow_it() {
         file.names().map(read).collect::<Vec<_>>()
     });
     assert!(!own.is_empty() && own == saved);
+    // It says what the model predicts now, and else what the model's own said.
+    let [mut own, saved] = [place.path("model"), place.checkpoint("other", 4)].map(|dir| {
+        let text = fs::read_to_string(dir.join("scheduler/scheduler_config.json")).unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()
+    });
+    assert_ne!(own, saved);
+    own["prediction_type"] = "v_prediction".into();
+    assert_eq!(own, saved);
 }
 
 #[test]

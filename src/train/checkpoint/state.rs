@@ -9,6 +9,13 @@ use serde_json::Value;
 use super::CheckpointError;
 use crate::util::hash::Sha256;
 
+/// The keys of [`TrainState::config`] that hold the samples of a batch and the batches of a step, which may change.
+pub const BATCH_SIZE: &str = "total_train_batch_size";
+pub const BATCHES_OF_STEP: &str = "gradient_accumulation_steps";
+
+/// The field of [`TrainState::data`] that holds the number of batches that the run has had.
+pub(in crate::train) const BATCHES: &str = "batches";
+
 /// The state that a run needs to resume: `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -49,8 +56,19 @@ impl TrainState {
         }
     }
 
+    /// The number of the batch that the run goes on with, where its batches are those of `config`: after as many samples as the
+    /// run has had, rounded up to a whole batch.
+    pub fn next_batch(&self, config: &BTreeMap<String, Value>) -> u64 {
+        let [size, before] = [config, &self.config].map(|config| size_of(config, BATCH_SIZE));
+        let had = self.data[BATCHES].as_u64();
+        // Earlier versions kept no count; a run had the same batches all along.
+        let had = had.unwrap_or_else(|| self.step * size_of(&self.config, BATCHES_OF_STEP));
+        let samples = u128::from(had) * u128::from(before);
+        u64::try_from(samples.div_ceil(u128::from(size))).unwrap_or(u64::MAX)
+    }
+
     /// Compares the configuration of a run that wants to continue with the saved one, in which a missing field has its
-    /// value in `defaults`.
+    /// value in `defaults`. The number of samples in a step may differ: [`TrainState::next_batch`].
     ///
     /// # Errors
     /// Lists every field that differs.
@@ -77,6 +95,7 @@ impl TrainState {
                 current: text(config, key),
             })
             .filter(|field| field.saved != field.current)
+            .filter(|field| ![BATCH_SIZE, BATCHES_OF_STEP].contains(&field.key.as_str()))
             .collect();
         if fields.is_empty() {
             return Ok(());
@@ -87,6 +106,12 @@ impl TrainState {
             fields,
         })
     }
+}
+
+/// A number of samples or batches in a configuration; 1 where it has none.
+fn size_of(config: &BTreeMap<String, Value>, key: &str) -> u64 {
+    let size = config.get(key).and_then(Value::as_u64);
+    size.unwrap_or(1).max(1)
 }
 
 /// A configuration field with another value than in the checkpoint; none where it is not set.

@@ -347,3 +347,26 @@ fn every_flipped_bit_falls_back_to_the_checkpoint_before() {
     }
     assert_eq!(found(root, Check::Hashes), (Some(2), vec![]));
 }
+
+#[test]
+fn a_run_goes_on_after_the_samples_that_it_has_had() {
+    let of = |size: u64, count: u64| {
+        BTreeMap::from([
+            (BATCH_SIZE.to_owned(), json!(size)),
+            (BATCHES_OF_STEP.to_owned(), json!(count)),
+        ])
+    };
+    let mut saved = TrainState::new(10, of(4, 3));
+    // A checkpoint without the count: 10 steps of 3 batches of 4.
+    assert_eq!(saved.next_batch(&of(4, 1)), 30);
+    assert_eq!(saved.next_batch(&of(7, 1)), 18);
+    saved.data = json!({ BATCHES: 18 });
+    assert_eq!(saved.next_batch(&of(4, 3)), 18);
+    assert_eq!(saved.next_batch(&of(2, 3)), 36);
+    assert!(saved.check_resume(&of(2, 1), &BTreeMap::new()).is_ok());
+    let mut other = of(2, 1);
+    other.insert("seed".to_owned(), json!(1));
+    let mismatch = saved.check_resume(&other, &BTreeMap::new()).unwrap_err();
+    assert_eq!(mismatch.fields.len(), 1);
+    assert_eq!(mismatch.fields[0].key, "seed");
+}
