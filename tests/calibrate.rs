@@ -105,6 +105,28 @@ fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
     assert_eq!(lowered["quantized"], tensors.len());
 }
 
+/// The narrow range of integers, for weights and for activations by recorded scales.
+#[test]
+fn a_calibrated_checkpoint_may_be_narrow() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("narrow");
+    let words = [
+        "quantization=int8_w8a8_static",
+        "quantization_numerics=narrow",
+        SMALL,
+    ];
+    let report = quantized(&output, &words);
+    let formats = &report["quantization_config"]["formats"][0];
+    for operand in ["weight", "activation"] {
+        assert_eq!(formats[operand]["element"], "int8");
+        assert_eq!(formats[operand]["numerics"], "narrow");
+    }
+    let named = format!("pretrained_model_name_or_path={}", output.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 12.0, "{found}");
+}
+
 /// fp8 with recorded scales and with those of each token, weights of the first with activations as the second has them, and
 /// weights alone in groups.
 #[test]
@@ -311,6 +333,14 @@ fn calibration_that_cannot_be_is_refused() {
         (
             &[static_int8, SMALL, "quantization_granularity=8"],
             "int8 and fp8 by recorded scales are here in AMD Quark's numerics",
+        ),
+        (
+            &[
+                "quantization=fp8_w8a8_static",
+                SMALL,
+                "quantization_numerics=narrow",
+            ],
+            "int8 in narrow numerics too",
         ),
         (
             &[

@@ -147,7 +147,8 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
         &'a [&'a str],
         &'a [(&'a [&'a str], &'a [&'a str])],
     );
-    let cases: [Case<'_>; 10] = [
+    let narrow = "quantization_numerics=narrow";
+    let cases: [Case<'_>; 13] = [
         (&half, &[w8a16], &[(&[], &[w8a16]), (&[int8], &[int8])]),
         (&source, &[int8], &[(&[], &[int8])]),
         (&source, &[w8a16, f32], &[(&[f32], &[w8a16, f32])]),
@@ -167,6 +168,22 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
             &[(&[f32], &[w4a4, group, f32])],
         ),
         (&source, &[w4a4, channel], &[(&[], &[w4a4, channel])]),
+        // The narrow range, of weights alone and with activations in int8 and int4.
+        (
+            &source,
+            &[w4a16, group, narrow],
+            &[(&[], &[w4a16, group, narrow])],
+        ),
+        (
+            &source,
+            &[int8, narrow],
+            &[(&[], &[int8, narrow]), (&[int8], &[int8, narrow])],
+        ),
+        (
+            &source,
+            &[w4a4, group, narrow, f32],
+            &[(&[f32], &[w4a4, group, narrow, f32])],
+        ),
         (&source, &[int8, mixed], &[(&[], &[int8, mixed])]),
     ];
     for (i, (source, words, runs)) in cases.into_iter().enumerate() {
@@ -500,7 +517,7 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
     has(
         numerics,
-        "expected one of `aqt`, `qwix`, `quark`, `gguf`, `nf4`, `mx`, `mx_e2m3`, `mx_e3m2`, `nv`",
+        "expected one of `aqt`, `qwix`, `quark`, `narrow`, `gguf`, `nf4`, `mx`, `mx_e2m3`, `mx_e3m2`, `nv`",
     );
     let group = opened(&|config| {
         let weight = &mut config["formats"][0]["weight"];
@@ -589,6 +606,18 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         (
             &["quantization=int8", "quantization_numerics=quark"],
             "AMD Quark's numerics are here for weights alone",
+        ),
+        (
+            &[
+                "quantization=int8_w8a16",
+                "quantization_numerics=narrow",
+                "quant_rules=[{path: 'mid.*', mode: int8_w8a16, symmetric: False}]",
+            ],
+            "mid.*: the narrow range has no zero points",
+        ),
+        (
+            &["quantization=fp8_w8a16", "quantization_numerics=narrow"],
+            "fp8 weights are here in AMD Quark's numerics",
         ),
         (
             &[

@@ -8,7 +8,7 @@ use crate::config::{
     WeightGranularity,
 };
 use crate::dtype::DType;
-use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
+use crate::graph::{Granularity, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::models::DenoiserKind;
 use crate::pipelines::prompt_file::read_prompts;
@@ -74,7 +74,7 @@ pub(super) fn check_calibration(
     let mut weights = formats.iter().filter_map(|formats| formats.weight);
     if is_gptq && !weights.all(gptq_takes) {
         return refuse(
-            "quantization_algorithm=gptq rounds to integers, with aqt's, qwix's or quark's numerics: leave it out of other formats",
+            "quantization_algorithm=gptq rounds to integers, with aqt, qwix, quark or narrow as numerics: leave it out of other formats",
         );
     }
     if is_gptq && config.quantization_observer != ObserverKind::MinMax {
@@ -92,12 +92,7 @@ pub(super) fn check_calibration(
     let own_ranges = formats
         .iter()
         .filter_map(|formats| formats.weight)
-        .any(|weight| {
-            !matches!(
-                weight.convention,
-                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-            )
-        });
+        .any(|weight| !weight.convention.is_of_programs());
     if own_ranges && config.quantization_observer != ObserverKind::MinMax {
         return refuse(
             "quantization_observer has no effect on llama.cpp's blocks, nf4, nvfp4 and OCP's microscaling formats, which have ranges of their \

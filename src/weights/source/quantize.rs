@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::{Component, SourceError, quark};
 use crate::dtype::DType;
-use crate::graph::{NumericsConvention, Range, TensorFormat};
+use crate::graph::{Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
     LOW_RANK, LayerActivity, LayerErrors, LowRankError, LowRankOptions, Observer, QuantizedWeight,
@@ -468,12 +468,9 @@ fn stood_for(
 /// The type in which weights of a format that is stored are quantized: that of their scales, where the convention leaves it
 /// open.
 fn scale_type(format: TensorFormat) -> Option<DType> {
-    match (format.range, format.convention) {
-        (
-            Range::Stored(dtype),
-            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark,
-        ) => Some(dtype),
-        (Range::Stored(_), _) => Some(DType::F32),
-        (Range::Dynamic | Range::Static(_), _) => None,
+    match format.range {
+        Range::Stored(dtype) if format.convention.is_of_programs() => Some(dtype),
+        Range::Stored(_) => Some(DType::F32),
+        Range::Dynamic | Range::Static(_) => None,
     }
 }
