@@ -354,6 +354,60 @@ fn calibration_that_cannot_be_is_refused() {
             &[static_int8, SMALL, "quantization_observer=entropy"],
             "valid: min_max, percentile, histogram",
         ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, algorithm: gptq}]",
+            ],
+            "mid.*: algorithm gptq needs calibration",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, observer: mse, algorithm: gptq}]",
+                SMALL,
+            ],
+            "mid.*: algorithm gptq changes weights while it finds their ranges: leave observer out",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a4, algorithm: awq}]",
+                SMALL,
+            ],
+            "mid.*: algorithm awq is of weights alone",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quantization_granularity=4",
+                "quant_rules=[{path: '.*conv1', mode: w4a16, granularity: 4, algorithm: awq}]",
+                SMALL,
+            ],
+            ".*conv1: algorithm awq has no effect: it is of linear layers",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: nf4, observer: mse}]",
+            ],
+            "mid.*: observer has no effect on llama.cpp's blocks",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: none, observer: mse}]",
+            ],
+            "mid.*: mode none leaves these layers in float",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, observer: mse}]",
+                "quantization_percentile=99",
+            ],
+            "quantization_percentile has no effect",
+        ),
     ] {
         let refused = quantize(&output, words);
         let error = text(&refused.stderr);
@@ -381,6 +435,52 @@ fn calibration_that_cannot_be_is_refused() {
         assert_eq!(float.status.code(), Some(2), "{error}");
         assert!(error.contains(expected), "{error}");
     }
+    // Weights that are quantized while they are loaded are rounded to the nearest number.
+    let words = [
+        "quantization=int8_w8a16",
+        "quant_rules=[{path: 'mid.*', mode: int8_w8a16, observer: mse}]",
+    ];
+    let float = generate::command(dir.path(), &words).output().unwrap();
+    let error = text(&float.stderr);
+    assert_eq!(float.status.code(), Some(2), "{error}");
+    assert!(
+        error.contains("mid.*: observer and algorithm have no effect"),
+        "{error}"
+    );
+}
+
+/// The algorithm of a rule rounds the weights of its linear layers, and leaves all others as they are without it.
+#[test]
+fn rules_have_algorithms() {
+    let dir = tempfile::tempdir().unwrap();
+    let int4 = ["quantization=w4a16", "quantization_granularity=4"];
+    let rules = "quant_rules=[{path: '.*attn1.*', mode: w4a16, granularity: 4, algorithm: gptq}, {path: '.*attn2.*', mode: w4a16, \
+                 granularity: 4, algorithm: awq}]";
+    let [plain, own] = ["plain", "own"].map(|name| dir.path().join(name));
+    quantized(&plain, &int4);
+    quantized(&own, &[&int4[..], &[rules, SMALL]].concat());
+    let [plain, written] = [&plain, &own].map(|path| ModelSource::open(path).unwrap());
+    let [plain, written] =
+        [&plain, &written].map(|model| &model.components[&Part::Unet].checkpoint);
+    let block = "down_blocks.0.attentions.0.transformer_blocks.0";
+    for (layer, differs, has_factors) in [
+        ("attn1.to_q", Some(true), false),
+        // AWQ may find that factors of 1 are the best.
+        ("attn2.to_q", None, true),
+        ("ff.net.2", Some(false), false),
+    ] {
+        let name = format!("{block}.{layer}.weight");
+        let [before, after] = [plain, written].map(|file| file.read(&name).unwrap());
+        if let Some(differs) = differs {
+            assert_eq!(before != after, differs, "{name}");
+        }
+        let factors = written.read(&format!("{block}.{layer}.smooth_factor"));
+        assert_eq!(factors.is_ok(), has_factors, "{name}");
+    }
+    let named = format!("pretrained_model_name_or_path={}", own.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 16.0, "{found}");
 }
 
 /// AWQ's checkpoint divides activations by factors that layers of one parent share, and HQQ's has floats beside codes; both draw

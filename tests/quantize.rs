@@ -11,7 +11,7 @@ use crate::module_run::Inputs;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Granularity, NumericsConvention, Range, TensorFormat};
 use maxdiff::models::Part;
-use maxdiff::quant::quantize_weight;
+use maxdiff::quant::{Observer, ObserverKind, quantize_observed, quantize_weight};
 use maxdiff::weights::source::ModelSource;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
 use serde_json::{Value, json};
@@ -630,6 +630,41 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         refused(&quantize(&source, &output, words), 2, expected);
     }
     assert_eq!(names(dir.path()), ["model"]);
+}
+
+/// The observer of a rule decides the ranges of the weights of its layers, and that of the configuration those of the others.
+#[test]
+fn rules_have_observers() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let output = dir.path().join("out");
+    let words = [
+        "quantization=w4a16",
+        "quantization_granularity=4",
+        "quantization_observer=power_of_two",
+        "quant_rules=[{path: '.*conv1', mode: w4a16, granularity: 4, observer: mse}]",
+    ];
+    quantized(&source, &output, &words);
+    let floats = Checkpoint::open(&source.join("unet")).unwrap();
+    let described = ModelSource::open(&output).unwrap();
+    let described = &described.components[&Part::Unet].checkpoint;
+    let format = TensorFormat {
+        element: DType::S4,
+        granularity: Granularity::Group(4),
+        ..TensorFormat::int8(NumericsConvention::Aqt)
+    };
+    for (layer, [own, other]) in [
+        ("conv1", [ObserverKind::Mse, ObserverKind::PowerOfTwo]),
+        ("conv2", [ObserverKind::PowerOfTwo, ObserverKind::Mse]),
+    ] {
+        let name = format!("down_blocks.0.resnets.0.{layer}.weight");
+        let float = cast(floats.read(&name).unwrap(), DType::BF16).unwrap();
+        let of = |kind| quantize_observed(&float, format, Observer::of(kind)).unwrap();
+        let scale = described.read(&format!("{name}_scale")).unwrap();
+        assert_eq!(described.read(&name).unwrap(), of(own).values, "{name}");
+        assert_eq!(scale, of(own).scale, "{name}");
+        assert_ne!(scale, of(other).scale, "{name}");
+    }
 }
 
 /// int4 in the file: two input features a byte, for convolutions too, and the bits that are told.

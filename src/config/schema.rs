@@ -134,7 +134,10 @@ const LOW_RANK: Condition = Either(
     &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
     &Given("quant_rules"),
 );
-const PERCENTILE: Condition = Is("quantization_observer", &["percentile"]);
+const PERCENTILE: Condition = Either(
+    &Is("quantization_observer", &["percentile"]),
+    &Either(&Given("quant_rules"), &Given("quantization_candidates")),
+);
 const CLASSIFIER_FREE: Condition = Is("do_classifier_free_guidance", &["True"]);
 /// A step runs the model with and without the prompt.
 const GUIDED: Condition = Either(&CLASSIFIER_FREE, &MoreThan("true_cfg_scale", 1));
@@ -388,7 +391,8 @@ schema! {
             when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark", "gguf"])), is [FixedOnResume];
         /// Rules that come before the mode's own: the mode of dots and convolutions whose path matches a pattern, or none for
         /// float. The first match wins. A rule has the mode's own granularity, numerics as above, and is symmetric, unless
-        /// it says otherwise. Also the path of a YAML file that has the list.
+        /// it says otherwise. For `quantize` it may also have the observer and the algorithm of its weights. Also the path of a
+        /// YAML file that has the list.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How `quantize` names and packs quantized weights: this program's way, or that of AMD Quark's export, which Quark and

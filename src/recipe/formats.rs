@@ -25,7 +25,30 @@ pub fn precision(config: &Config) -> Precision {
 /// The quantization policy for a denoiser with float weights, or `None` when quantization is off.
 ///
 /// `family` says which layers stay in float, `local_shards` is the number of parts of range finding in weight gradients.
+///
+/// # Errors
+/// When what the configuration says does not fit together, or a rule says how `quantize` rounds.
 pub fn policy(
+    config: &Config,
+    family: &FamilySpec,
+    local_shards: usize,
+) -> Result<Option<Policy>, RecipeError> {
+    let mut rules = config.quant_rules.0.iter();
+    match rules.find(|rule| rule.says_rounding()) {
+        None => policy_of_quantize(config, family, local_shards),
+        Some(rule) => Err(RecipeError::Usage(format!(
+            "{}: observer and algorithm have no effect: they say how `maxdiff-rs quantize` rounds weights; leave them out, or give \
+             the rule to it, and run what it writes",
+            rule.path
+        ))),
+    }
+}
+
+/// [`policy`] where observers and algorithms of rules have an effect.
+///
+/// # Errors
+/// When what the configuration says does not fit together.
+pub(super) fn policy_of_quantize(
     config: &Config,
     family: &FamilySpec,
     local_shards: usize,
@@ -749,7 +772,7 @@ pub fn mode_name(decisions: &[Decision]) -> String {
     names.into_iter().collect::<Vec<_>>().join("+")
 }
 
-/// A rule's mode with what is not its own: `w4a16 (32)`.
+/// A rule's mode with what is not its own: `w4a16 (32), mse`.
 pub fn mode_of_rule(rule: &config::QuantRule) -> String {
     let granularity = match rule.granularity.0 {
         None => String::new(),
@@ -757,7 +780,14 @@ pub fn mode_of_rule(rule: &config::QuantRule) -> String {
         Some(Granularity::Channel | Granularity::Feature) => " (channel)".to_owned(),
         Some(Granularity::Group(size)) => format!(" ({size})"),
     };
-    format!("{}{granularity}", rule.mode)
+    let observer = rule.observer.map(|observer| format!(", {observer}"));
+    let algorithm = rule.algorithm.map(|algorithm| format!(", {algorithm}"));
+    format!(
+        "{}{granularity}{}{}",
+        rule.mode,
+        observer.unwrap_or_default(),
+        algorithm.unwrap_or_default()
+    )
 }
 
 /// One line that says what quantization does.

@@ -18,11 +18,13 @@ use crate::weights::source::{
 };
 
 use super::calibrate::{Run, calibrate, calibrated, check_calibration, needs_calibration};
+use super::formats::policy_of_quantize;
 use super::layers::{is_static, stored, unet_quantization};
-use super::plan::{Budget, Plan, Planning, plan, roundings};
+use super::plan::{Budget, Plan, Planning, activation_roundings, correlated, plan};
 use super::qat::TrainedRanges;
+use super::roundings::{Rounding, Roundings};
 use super::source::{Source, denoiser, find_model};
-use super::{Notify, RecipeError, policy, precision};
+use super::{Notify, RecipeError, precision};
 
 /// What [`quantize`] did.
 #[derive(Debug)]
@@ -196,7 +198,7 @@ fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), R
 
 /// The policy that decides which weights are quantized.
 fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeError> {
-    let policy = policy(config, family, 0)?.ok_or_else(|| {
+    let policy = policy_of_quantize(config, family, 0)?.ok_or_else(|| {
         RecipeError::Usage(
             "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16 or w4a16, or quantization=int8 or fp8 \
              to compute in them as well"
@@ -254,7 +256,13 @@ pub fn quantize(
         &decided.policy,
         &decided.stored,
         request.is_measured(),
-        roundings(config, &decided.stored, request.budget.is_some())?,
+        activation_roundings(config, &decided.stored, request.budget.is_some())?,
+        correlated(
+            config,
+            &decided.stored,
+            &decided.roundings,
+            request.budget.is_some(),
+        )?,
     );
     let statistics = match watch {
         None => None,
@@ -294,6 +302,7 @@ pub fn quantize(
     let quantization = unet_quantization(
         config,
         stored,
+        &decided.roundings,
         statistics.as_ref(),
         trained.as_ref(),
         checkpoint,
@@ -328,6 +337,7 @@ struct Decided {
     /// The denoiser for one small sample.
     graph: Graph,
     decisions: Vec<Decision>,
+    roundings: Roundings,
     stored: Quantization,
 }
 
@@ -335,11 +345,13 @@ impl Decided {
     fn new(config: &Config, source: &ModelSource) -> Result<Decided, RecipeError> {
         let policy = weight_policy(config, source.family.spec())?;
         let (graph, decisions) = decisions(config, source, &policy)?;
+        let roundings = Roundings::of(config, &decisions);
         Ok(Decided {
-            stored: stored(config, &policy.model, &decisions, &graph)?,
+            stored: stored(config, &policy.model, &decisions, &graph, &roundings)?,
             policy,
             graph,
             decisions,
+            roundings,
         })
     }
 
@@ -413,6 +425,13 @@ fn check_layout(config: &Config, decided: &Decided) -> Result<(), RecipeError> {
         return refuse(
             "quantization_algorithm and quantization_observer",
             "its description names Quark's own: leave both out",
+        );
+    }
+    let mut rules = config.quant_rules.0.iter();
+    if let Some(rule) = rules.find(|rule| Rounding::of(config, Some(*rule)) != Rounding::NEAREST) {
+        return refuse(
+            &rule.path,
+            "its description names Quark's own algorithm and observer: leave both out",
         );
     }
     for (key, dims) in decided.sizes() {
