@@ -77,6 +77,12 @@ fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
     let report = quantized(&output, &["quantization=int8_w8a8_static", &of_file]);
     // Guidance is on, and both of its rows are in one run.
     assert_eq!(report["calibration_steps"], 4);
+    let [calibration, all] =
+        ["calibration_seconds", "seconds"].map(|key| report[key].as_f64().unwrap());
+    assert!(
+        0.0 < calibration && calibration < all,
+        "{calibration} {all}"
+    );
     let tensors = report["tensors"].as_array().unwrap();
     for row in tensors {
         let ratio = row["output_sqnr_db"].as_f64().unwrap();
@@ -238,6 +244,12 @@ fn low_rank_products_stand_beside_int4() {
     let with: Vec<&Value> = with.collect();
     // Linear layers have one, convolutions none.
     assert!(with.len() > 20 && with.len() < tensors.len());
+    // Which are the layers that GPTQ treats.
+    let algorithm = &report["algorithm"];
+    assert_eq!(algorithm["name"], "gptq");
+    assert_eq!(algorithm["layers"], with.len());
+    let convolutions = algorithm["convolutions_to_nearest"].as_array().unwrap();
+    assert_eq!(with.len() + convolutions.len(), tensors.len());
     for row in with {
         let [rest, output] = ["sqnr_db", "output_sqnr_db"].map(|key| row[key].as_f64().unwrap());
         // What is left of a weight is smaller than the weight, and so is its error.
@@ -292,6 +304,9 @@ fn int4_activations_draw_from_a_checkpoint() {
     assert!((0.1..50.0).contains(&found), "{found}");
 }
 
+/// Leaves the linear layers of the model in float: the others that are quantized are convolutions.
+const WITHOUT_LINEAR_LAYERS: &str = "quant_rules=[{path: '.*transformer_blocks.*', mode: none}]";
+
 #[test]
 fn calibration_that_cannot_be_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -313,6 +328,25 @@ fn calibration_that_cannot_be_is_refused() {
                 SMALL,
             ],
             "quantization_algorithm=gptq rounds to integers",
+        ),
+        (
+            &[
+                "quantization=int8_w8a16",
+                "quantization_algorithm=gptq",
+                WITHOUT_LINEAR_LAYERS,
+                SMALL,
+            ],
+            "quantization_algorithm=gptq has no effect: it is one of linear layers, and all 31 layers that are quantized are \
+             convolutions",
+        ),
+        (
+            &[
+                "quantization=int8_w8a16",
+                "quantization_algorithm=awq",
+                WITHOUT_LINEAR_LAYERS,
+                SMALL,
+            ],
+            "quantization_algorithm=awq has no effect",
         ),
         (
             &["quantization=svdquant_w4a16", "svd_alpha=-1"],
@@ -507,11 +541,16 @@ fn awq_and_hqq_draw_nearly_what_the_source_draws() {
             10f64.powf(-ratio / 10.0)
         });
         let error = ratios.sum::<f64>() / tensors.len() as f64;
-        (output, error)
+        let algorithm = &report["algorithms"][0];
+        let left = algorithm["convolutions_to_nearest"].as_array();
+        let treated = (algorithm["layers"].as_u64(), left.map(Vec::len));
+        (output, error, treated)
     };
-    let (_, nearest) = of("nearest", &[]);
-    let (awq, error) = of("awq", &["quantization_algorithm=awq"]);
+    let (_, nearest, treated) = of("nearest", &[]);
+    assert_eq!(treated, (None, None));
+    let (awq, error, treated) = of("awq", &["quantization_algorithm=awq"]);
     assert!(error < nearest, "{error}, to the nearest {nearest}");
+    assert_eq!(treated, (Some(40), Some(31)));
     let stored = ModelSource::open(&awq).unwrap();
     let checkpoint = &stored.components[&Part::Unet].checkpoint;
     let factors = |name: &str| {
@@ -520,12 +559,14 @@ fn awq_and_hqq_draw_nearly_what_the_source_draws() {
     };
     assert_eq!(factors("attn1.to_q"), factors("attn1.to_v"));
     assert_ne!(factors("attn1.to_q"), factors("attn1.to_out.0"));
-    let (_, plain) = of("q4_1", &with_minimums);
-    let (hqq, error) = of(
+    let (_, plain, _) = of("q4_1", &with_minimums);
+    let (hqq, error, treated) = of(
         "hqq",
         &[&with_minimums[..], &["quantization_algorithm=hqq"]].concat(),
     );
     assert!(error < 1.2 * plain, "{error}, to the nearest {plain}");
+    // Minimums of convolutions are chosen too.
+    assert_eq!(treated, (Some(71), Some(0)));
     for output in [awq, hqq] {
         let named = format!("pretrained_model_name_or_path={}", output.display());
         let found = distance(&drawn(dir.path(), &[&named]), &float);

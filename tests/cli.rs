@@ -127,6 +127,31 @@ fn a_mode_is_emulated_on_any_chip() {
     assert!(products.all(|line| !line.contains("xi8>") && !line.contains("xi32>")));
 }
 
+/// fp8 is multiplied at the rate of bf16 on a v6e and a v5e, which is told; on a v7x it is faster, and weights alone are not
+/// multiplied in it.
+#[test]
+fn a_format_that_saves_no_time_on_a_chip_is_told() {
+    let told = |args: &[&str]| {
+        let mut command = program(["lower", "quickstart", "--step=denoise", "--json"]);
+        let output = command.args(args).output().unwrap();
+        let told = text(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        told.to_owned()
+    };
+    for (topology, chip) in [("v6e-1", "TPU v6e"), ("v5e-1", "TPU v5e")] {
+        let topology = format!("compile_topology={topology}");
+        let fp8 = told(&[topology.as_str(), "quantization=fp8"]);
+        let expected = format!(
+            "warning: quantization=fp8 saves memory but no time on {chip}: fp8 runs at the rate of bf16 there"
+        );
+        assert!(fp8.contains(&expected), "{fp8}");
+        let weights = told(&[topology.as_str(), "quantization=fp8_w8a16"]);
+        assert!(!weights.contains("saves memory"), "{weights}");
+    }
+    let faster = told(&["compile_topology=tpu7x-2", "quantization=fp8"]);
+    assert!(!faster.contains("saves memory"), "{faster}");
+}
+
 /// A limit on the size of files stands for a full disk.
 #[test]
 fn a_text_that_does_not_fit_on_the_disk_leaves_nothing() {

@@ -290,6 +290,14 @@ fn int4_activations_are_quarks() {
     }
 }
 
+/// The integers of a weight that was recorded as what they stand for, with a scale for 64 of them.
+fn integers_of(weight: &[f32], scales: &[f32]) -> Vec<f64> {
+    let runs = weight.chunks(64).zip(scales);
+    let integers =
+        runs.flat_map(|(run, scale)| run.iter().map(move |w| f64::from((w / scale).round())));
+    integers.collect()
+}
+
 /// The layer's result without quantization.
 fn exact(golden: &Golden) -> Vec<f32> {
     let weight = tensor(golden, "in/weight", &[OUTPUTS, INPUTS]);
@@ -324,11 +332,7 @@ fn svdquant_with_int4_activations_is_quarks_and_the_papers() {
         recorded("weight", &[OUTPUTS, INPUTS]).to_f32_vec().unwrap(),
         scale.to_f32_vec().unwrap(),
     );
-    let integers = steps
-        .chunks(64)
-        .zip(&scales)
-        .flat_map(|(run, scale)| run.iter().map(move |w| f64::from((w / scale).round())));
-    let integers: Vec<f64> = integers.collect();
+    let integers = integers_of(&steps, &scales);
     let integers = HostTensor::from_f64(Shape::new(DType::S4, [OUTPUTS, INPUTS]), &integers);
     let factors = [
         recorded("down", &[rank, INPUTS]),
@@ -466,6 +470,75 @@ fn svdquant_is_quarks() {
     assert!(often < once, "{often}, {once}");
     let best = decomposed(&weight, &options(rank, &[0.05, 0.5, 0.95])).alpha;
     assert!([0.05, 0.5, 0.95].contains(&best));
+}
+
+/// AMD Quark takes what its product leaves before it rounds the factors to bf16. Of an exact decomposition that rest, in bf16, has the
+/// recorded integers and scales bit for bit, and stands for the recorded weight. We take it after the factors are rounded: of
+/// Quark's own factors integers are then at most one step from Quark's, and all together is nearer to the weight.
+#[test]
+fn what_svdquant_leaves_is_quantized_as_by_quark() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let rank = golden.meta["rank"].as_u64().unwrap() as usize;
+    let statistics = calibrated(&golden, DType::BF16);
+    let exact = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let exact = exact.to_f32_vec().unwrap();
+    let largest = largest_of_features(&exact, &[OUTPUTS, INPUTS]);
+    let factors = balance(statistics.features(), &largest, 0.5);
+    let matrix = nalgebra::DMatrix::from_fn(OUTPUTS, INPUTS, |row, column| {
+        f64::from(exact[row * INPUTS + column]) * f64::from(factors[column])
+    });
+    let svd = matrix.clone().svd(true, true);
+    let (u, v, strengths) = (svd.u.unwrap(), svd.v_t.unwrap(), svd.singular_values);
+    let mut order: Vec<usize> = (0..strengths.len()).collect();
+    order.sort_by(|a, b| strengths[*b].total_cmp(&strengths[*a]));
+    let rest = (0..OUTPUTS * INPUTS).map(|at| {
+        let (row, column) = (at / INPUTS, at % INPUTS);
+        let taken = order[..rank].iter();
+        let low: f64 = taken
+            .map(|which| u[(row, *which)] * strengths[*which] * v[(*which, column)])
+            .sum();
+        (matrix[(row, column)] - low) as f32 * (1.0 / factors[column])
+    });
+    let rest: Vec<f32> = rest.collect();
+    let quantized = |rest: &[f32]| {
+        let rest = HostTensor::from_f32([OUTPUTS, INPUTS], rest).unwrap();
+        quantize_weight(&of_type(&rest, DType::BF16), INT4).unwrap()
+    };
+    let found = quantized(&rest);
+    let stands_for = found.dequantized().unwrap();
+    let stands_for = HostTensor::from_f32([OUTPUTS, INPUTS], &stands_for).unwrap();
+    let stands_for = of_type(&stands_for, DType::BF16).to_f32_vec().unwrap();
+    for case in ["svdquant", "svdquant_w4a4"] {
+        let recorded = |key: &str, dims: &[usize]| {
+            let tensor = tensor(&golden, &format!("out/{case}/{key}"), dims);
+            tensor.to_f32_vec().unwrap()
+        };
+        let scales = recorded("scale", &[OUTPUTS, INPUTS / 64]);
+        let weight = recorded("weight", &[OUTPUTS, INPUTS]);
+        let integers = integers_of(&weight, &scales);
+        assert_eq!(found.scale.to_f32_vec().unwrap(), scales, "{case}");
+        assert_eq!(found.values.to_f64_vec().unwrap(), integers, "{case}");
+        assert_eq!(stands_for, weight, "{case}");
+
+        // Ours, of Quark's factors.
+        let up = tensor(&golden, &format!("out/{case}/up"), &[OUTPUTS, rank]);
+        let down = tensor(&golden, &format!("out/{case}/down"), &[rank, INPUTS]);
+        let low_rank = product(&up, &down);
+        let both = exact.iter().zip(&low_rank);
+        let rest: Vec<f32> = both.map(|(weight, low)| weight - low).collect();
+        let own = quantized(&rest);
+        let steps = own.values.to_f64_vec().unwrap();
+        let apart = steps.iter().zip(&integers).map(|(a, b)| (a - b).abs());
+        let apart: Vec<f64> = apart.filter(|steps| *steps > 0.0).collect();
+        assert!(apart.iter().all(|steps| *steps == 1.0), "{case}");
+        assert!(apart.len() < steps.len() / 20, "{case}: {}", apart.len());
+        for (own, quarks) in own.scale.to_f32_vec().unwrap().iter().zip(&scales) {
+            assert!((own / quarks - 1.0).abs() < 0.06, "{case}: {own}, {quarks}");
+        }
+        let [own, quarks] = [&own.dequantized().unwrap(), &weight]
+            .map(|left| distance(&sum(left, &low_rank), &exact));
+        assert!(own < quarks, "{case}: {own}, AMD Quark {quarks}");
+    }
 }
 
 /// GPTQ against a computation in float64: integers, scales, and what the layer computes of the calibration's batches. Alone, and of

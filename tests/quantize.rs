@@ -319,6 +319,23 @@ fn what_is_written_is_what_the_source_has() {
         .map(|rule| rule["share_percent"].as_f64().unwrap())
         .sum();
     assert!((80.0..100.0).contains(&shares), "{shares}");
+    // Operations at the recipe's size: of layers that are quantized, of the others, and of attention, which are all.
+    let flops = &report["flops"];
+    assert_eq!([&flops["height"], &flops["width"]], [512, 512]);
+    assert_eq!(flops["tokens"], 77);
+    let parts = [
+        &report["formats"][0],
+        &flops["layers_in_float"],
+        &flops["products_of_activations"],
+    ];
+    let operations = parts.map(|part| part["flops"].as_u64().unwrap());
+    assert!(operations.iter().all(|operations| *operations > 0));
+    assert_eq!(flops["all"], operations.iter().sum::<u64>());
+    let percent = parts.map(|part| part["flops_percent"].as_f64().unwrap());
+    assert!((percent.iter().sum::<f64>() - 100.0).abs() < 1e-9);
+    for key in ["calibration_steps", "calibration_seconds", "algorithm"] {
+        assert!(report[key].is_null(), "{key}");
+    }
     for (part, component) in &before.components {
         let mut config = after.components[part].config.clone();
         config.remove("quantization_config");
@@ -338,6 +355,9 @@ fn what_is_written_is_what_the_source_has() {
     assert!(told.contains("  float       mid_block.*: "), "{told}");
     let count = quantization.layers.len();
     assert!(told.contains(&format!("{count} of ")), "{told}");
+    assert!(told.contains(" % of the operations\n"), "{told}");
+    let attention = "products of two activations (attention), ";
+    assert!(told.contains(attention), "{told}");
 }
 
 #[test]

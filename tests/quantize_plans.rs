@@ -106,6 +106,16 @@ fn a_plan_keeps_its_budget_and_is_taken_back() {
     assert_eq!(page.matches("<svg").count(), 4);
     assert!(page.contains(tensors[0]["layer"].as_str().unwrap()));
     assert!(!page.contains("NaN") && !page.contains("<script"));
+    for told in [
+        "<h2>Formats</h2>",
+        "<td>not quantized: products of two activations (attention)</td>",
+        "<th>lowest scale</th><th>highest scale</th>",
+        // The rule of the mode; those of the plan are one a layer.
+        "<tr><td>.*</td><td>w4a16</td>",
+    ] {
+        assert!(page.contains(told), "{told}");
+    }
+    assert!(!page.contains(r"down_blocks\."));
 
     let rules = format!("quant_rules={plan_word}");
     let report = quantized(&again, &["quantization=w4a16", &rules]);

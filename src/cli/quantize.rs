@@ -10,11 +10,10 @@ use serde_json::{Value as Json, json};
 use super::doctor::try_load;
 use super::{CliError, RecipeArgs, check_new_file, exists, notices, print, status, write_new};
 use crate::config::Verb;
-use crate::quant::Action;
 use crate::recipe::{
-    self, Budget, Plan, QuantizeReport, QuantizeRequest, RuleMatch, format_text, mode_of,
-    mode_of_rule,
+    self, Budget, Plan, QuantizeReport, QuantizeRequest, Treated, format_text, mode_of_rule,
 };
+use crate::report::operations;
 use crate::weights::source::{QuantizedTensor, WrittenPart};
 
 /// `quantize ...`
@@ -40,7 +39,7 @@ pub struct QuantizeArgs {
     /// Page with every layer's error, and curves of it over layers and steps; an existing file is not touched
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Print JSON: every quantized tensor, formats, rules and what they matched, bits a weight, parts, seconds
+    /// Print JSON: every quantized tensor, formats, operations, rules and what they matched, bits a weight, parts, seconds
     #[arg(long)]
     json: bool,
 }
@@ -140,35 +139,45 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
     text.push_str("formats:\n");
     for sum in report.formats() {
         text.push_str(&format!(
-            "  {}: {} layers, {:.3} bits a weight with scales, {:.1} MB from {:.1} MB\n",
+            "  {}: {} layers, {:.3} bits a weight with scales, {:.1} MB from {:.1} MB{}\n",
             format_text(sum.format),
             sum.layers,
             sum.bits(),
             sum.bytes as f64 / 1e6,
             sum.source_bytes as f64 / 1e6,
+            match percent_of_flops(report, sum.flops) {
+                Some(percent) => format!(", {percent:.2} % of the operations"),
+                None => String::new(),
+            }
         ));
     }
+    text.push_str(&float_summary(report));
     if let Some(plan) = &report.plan {
         text.push_str(&plan_summary(plan));
     }
     text.push_str("rules, of which the first that matches decides:\n");
-    let of_plan = report.plan.as_ref().map_or(&[][..], |plan| &plan.rules.0);
-    let is_planned = |rule: &&RuleMatch| of_plan.iter().any(|planned| planned.path == rule.pattern);
-    for rule in report.rules.iter().filter(|rule| !is_planned(rule)) {
+    for rule in report.given_rules() {
         text.push_str(&format!(
             "  {:<10}  {}: {} layers, {:.2} % of the UNet's weights\n",
-            action(rule.action),
+            rule.mode(),
             rule.pattern,
             rule.layers.len(),
-            share(report, rule)
+            report.percent_of_weights(rule)
         ));
     }
+    for treated in &report.treated {
+        text.push_str(&treated_summary(treated));
+    }
     text.push_str(&format!(
-        "{}: {}, {} of {} dots and convolutions quantized, in {seconds:.1} s\n",
+        "{}: {}, {} of {} dots and convolutions quantized, in {seconds:.1} s{}\n",
         args.output.display(),
         report.family.title(),
         report.tensors.len(),
         report.contractions,
+        match report.calibration_seconds {
+            Some(took) => format!(", of which calibration took {took:.1}"),
+            None => String::new(),
+        }
     ));
     text.push_str(&format!(
         "{:.3} bits a quantized weight with its scales, {:.3} bits a weight of the UNet, which had {:.3}\n",
@@ -186,6 +195,39 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
         text.push_str(&format!("  {part}: {tensors} tensors, {megabytes:.1} MB\n"));
     }
     text
+}
+
+/// So many operations of a run of the denoiser in percent of all, where they are known.
+fn percent_of_flops(report: &QuantizeReport, flops: Option<u64>) -> Option<f64> {
+    Some(report.flops.as_ref()?.percent(flops?))
+}
+
+/// The operations that are not quantized, and what all are of.
+fn float_summary(report: &QuantizeReport) -> String {
+    let (Some(flops), Some(of_layers)) = (&report.flops, report.float_flops()) else {
+        return String::new();
+    };
+    let [height, width] = flops.image_size;
+    format!(
+        "  not quantized: layers in float, {:.2} % of the operations; products of two activations (attention), {:.2} %\n  of {} \
+         in a run of the denoiser on one image of {height}x{width} pixels with {} tokens of text\n",
+        flops.percent(of_layers),
+        flops.percent(flops.of_activations),
+        operations(flops.all()),
+        flops.tokens,
+    )
+}
+
+/// The layers that an algorithm treated, and the others.
+fn treated_summary(treated: &Treated) -> String {
+    let left = match treated.convolutions.len() {
+        0 => String::new(),
+        left => format!("; {left} convolutions, which it does not treat, are rounded to nearest"),
+    };
+    format!(
+        "algorithm {}: {} layers{left}\n",
+        treated.algorithm, treated.layers
+    )
 }
 
 /// How many layers have each candidate.
@@ -241,19 +283,6 @@ fn plan_json(plan: &Plan) -> Json {
     })
 }
 
-/// The mode that a rule gives.
-fn action(action: Action) -> &'static str {
-    match action {
-        Action::Float => "float",
-        Action::Quantize(formats) => mode_of(&formats).name(),
-    }
-}
-
-/// Percent of the UNet's weights that are in the layers of a rule.
-fn share(report: &QuantizeReport, rule: &RuleMatch) -> f64 {
-    100.0 * rule.parameters as f64 / report.parameters as f64
-}
-
 fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
     let tensors = report.tensors.iter().map(|row| {
         let errors = row.errors.as_ref();
@@ -281,14 +310,36 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "bits": sum.bits(),
             "bytes": sum.bytes,
             "source_bytes": sum.source_bytes,
+            "flops": sum.flops,
+            "flops_percent": percent_of_flops(report, sum.flops),
+        })
+    });
+    let flops = report.flops.as_ref().map(|flops| {
+        let [height, width] = flops.image_size;
+        let share =
+            |of: Option<u64>| json!({"flops": of, "flops_percent": percent_of_flops(report, of)});
+        json!({
+            "height": height,
+            "width": width,
+            "tokens": flops.tokens,
+            "all": flops.all(),
+            "layers_in_float": share(report.float_flops()),
+            "products_of_activations": share(Some(flops.of_activations)),
+        })
+    });
+    let algorithms = report.treated.iter().map(|treated| {
+        json!({
+            "name": treated.algorithm.name(),
+            "layers": treated.layers,
+            "convolutions_to_nearest": treated.convolutions,
         })
     });
     let rules = report.rules.iter().map(|rule| {
         json!({
             "pattern": rule.pattern,
-            "mode": action(rule.action),
+            "mode": rule.mode(),
             "layers": rule.layers,
-            "share_percent": share(report, rule),
+            "share_percent": report.percent_of_weights(rule),
         })
     });
     let parts = report.parts.iter().map(|written| {
@@ -302,7 +353,9 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "quantization_config": report.stored.to_config(),
         "tensors": tensors.collect::<Vec<_>>(),
         "formats": formats.collect::<Vec<_>>(),
+        "flops": flops,
         "rules": rules.collect::<Vec<_>>(),
+        "algorithms": algorithms.collect::<Vec<_>>(),
         "plan": report.plan.as_ref().map(plan_json),
         "contractions": report.contractions,
         "parameters": report.parameters,
@@ -312,6 +365,7 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "bits_of_source": report.bits_of_source(),
         "source_bytes": report.source_bytes,
         "calibration_steps": report.calibration_steps,
+        "calibration_seconds": report.calibration_seconds,
         "parts": parts.collect::<serde_json::Map<_, _>>(),
         "seconds": seconds,
     })

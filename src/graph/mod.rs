@@ -35,7 +35,7 @@ pub use composite::{Composite, Contraction, grouped_dims};
 pub use custom_call::{Attribute, Batch, Configuration, CustomCall};
 pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
-pub use flops::flops;
+pub use flops::{ContractionFlops, contraction_flops, flops};
 pub use format::{
     Arithmetic, ContractionQuant, FP4, Granularity, NF4, NumericsConvention, QuantDot, Range,
     Rounding, RoundingStream, TensorFormat,

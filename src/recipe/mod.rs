@@ -8,6 +8,7 @@ mod class_pictures;
 mod clip_skip;
 mod control_lora;
 pub mod data;
+mod denoiser_flops;
 mod described;
 mod distilled;
 mod error;
@@ -44,6 +45,7 @@ mod training;
 pub use checkpoints::newest_checkpoint;
 pub use class_pictures::class_pictures;
 pub use data::dataset;
+pub use denoiser_flops::DenoiserFlops;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;
@@ -60,7 +62,9 @@ pub use plan::{Budget, Candidate, Measure, Plan, PlannedLayer};
 pub use program::{
     Step, compile_options, compiler, lowering_target, memory_advice, model_flops, trace,
 };
-pub use quantize::{QuantizeReport, QuantizeRequest, RuleMatch, check_quantize, quantize};
+pub use quantize::{
+    FormatSum, QuantizeReport, QuantizeRequest, RuleMatch, Treated, check_quantize, quantize,
+};
 pub use quantize_page::quantize_page;
 pub use session::{Opened, has_hardware, open_session, program_cache};
 pub use step::{check_fine_tuning, check_trainable, check_training, optimizer, step_options};

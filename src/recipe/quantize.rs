@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use crate::config::{Config, Loaded, ModelConfig, Place, WeightAlgorithm};
 use crate::dtype::DType;
-use crate::graph::{Builder, Graph, TensorFormat};
+use crate::graph::{Graph, TensorFormat};
 use crate::hub::RepoId;
-use crate::models::{Family, FamilySpec, Part, unet};
+use crate::models::{Denoiser, Family, FamilySpec, Part};
 use crate::pjrt::install::TryLoad;
 use crate::quant::{Action, Decision, ObserverKind, Policy, Rule, annotate};
 use crate::shape::Shape;
@@ -18,13 +19,14 @@ use crate::weights::source::{
 };
 
 use super::calibrate::{Run, calibrate, calibrated, check_calibration, needs_calibration};
-use super::formats::policy_of_quantize;
+use super::denoiser_flops::{DenoiserFlops, traced};
+use super::formats::{mode_of, policy_of_quantize};
 use super::layers::{is_static, stored, unet_quantization};
 use super::plan::{Budget, Plan, Planning, activation_roundings, correlated, plan};
 use super::qat::TrainedRanges;
 use super::roundings::{Rounding, Roundings};
 use super::source::{Source, denoiser, find_model};
-use super::{Notify, RecipeError, precision};
+use super::{Notice, Notify, RecipeError, precision};
 
 /// What [`quantize`] did.
 #[derive(Debug)]
@@ -47,6 +49,12 @@ pub struct QuantizeReport {
     pub source_bytes: u64,
     /// Runs of the denoiser that calibration saw; `None` without calibration.
     pub calibration_steps: Option<usize>,
+    /// What calibration took: the pipeline was opened and compiled, and drew the images. `None` without calibration.
+    pub calibration_seconds: Option<f64>,
+    /// Operations of the denoiser; `None` where it has no samples of the recipe's size.
+    pub flops: Option<DenoiserFlops>,
+    /// What each algorithm treated; none of what is rounded to nearest.
+    pub treated: Vec<Treated>,
     /// How formats were chosen, where there was a budget.
     pub plan: Option<Plan>,
 }
@@ -79,6 +87,8 @@ pub struct FormatSum {
     pub bytes: u64,
     /// Bytes in the source.
     pub source_bytes: u64,
+    /// Operations of the layers in one run of the denoiser, where [`QuantizeReport::flops`] are known.
+    pub flops: Option<u64>,
 }
 
 impl FormatSum {
@@ -98,6 +108,25 @@ pub struct RuleMatch {
     pub parameters: usize,
 }
 
+impl RuleMatch {
+    /// The mode that it gives.
+    pub fn mode(&self) -> &'static str {
+        match self.action {
+            Action::Float => "float",
+            Action::Quantize(formats) => mode_of(&formats).name(),
+        }
+    }
+}
+
+/// The quantized layers that an algorithm of rounding weights treated, and those that it does not.
+#[derive(Clone, Debug)]
+pub struct Treated {
+    pub algorithm: WeightAlgorithm,
+    pub layers: usize,
+    /// Convolutions that were rounded to nearest: the algorithm is one of linear layers.
+    pub convolutions: Vec<String>,
+}
+
 impl QuantizeReport {
     /// What is in each format, in the order in which layers have them.
     pub fn formats(&self) -> Vec<FormatSum> {
@@ -112,6 +141,7 @@ impl QuantizeReport {
                         parameters: 0,
                         bytes: 0,
                         source_bytes: 0,
+                        flops: self.flops.as_ref().map(|_| 0),
                     });
                     sums.len() - 1
                 }
@@ -121,8 +151,32 @@ impl QuantizeReport {
             sum.parameters += tensor.dims.iter().product::<usize>();
             sum.bytes += tensor.bytes;
             sum.source_bytes += tensor.source_bytes;
+            if let (Some(flops), Some(known)) = (&mut sum.flops, &self.flops) {
+                let of_layer = known.layers.get(&tensor.layer).copied();
+                *flops = flops.saturating_add(of_layer.unwrap_or(0));
+            }
         }
         sums
+    }
+
+    /// Operations of the layers that stay in float, where [`QuantizeReport::flops`] are known.
+    pub fn float_flops(&self) -> Option<u64> {
+        let formats = self.formats();
+        let quantized = formats.iter().filter_map(|sum| sum.flops);
+        let quantized = quantized.fold(0, u64::saturating_add);
+        Some(self.flops.as_ref()?.of_layers().saturating_sub(quantized))
+    }
+
+    /// The rules without those that a plan made, of which each layer has one.
+    pub fn given_rules(&self) -> impl Iterator<Item = &RuleMatch> {
+        let of_plan = self.plan.as_ref().map_or(&[][..], |plan| &plan.rules.0);
+        let is_given = move |rule: &&RuleMatch| of_plan.iter().all(|r| r.path != rule.pattern);
+        self.rules.iter().filter(is_given)
+    }
+
+    /// Percent of the UNet's weights that are in the layers of a rule.
+    pub fn percent_of_weights(&self, rule: &RuleMatch) -> f64 {
+        100.0 * rule.parameters as f64 / self.parameters as f64
     }
 
     /// Numbers in the weights that were quantized.
@@ -251,6 +305,7 @@ pub fn quantize(
     check_layout(config, &decided)?;
     let trained = TrainedRanges::of(config, denoiser)?;
     check_trained(config, request, trained.as_ref(), &decided)?;
+    check_treated(config, &treated(&decided))?;
     let watch = calibrated(
         config,
         &decided.policy,
@@ -264,6 +319,7 @@ pub fn quantize(
             request.budget.is_some(),
         )?,
     );
+    let started = Instant::now();
     let statistics = match watch {
         None => None,
         Some(watch) => {
@@ -276,6 +332,7 @@ pub fn quantize(
             Some(calibrate(&run, watch, notify)?)
         }
     };
+    let calibration_seconds = statistics.as_ref().map(|_| started.elapsed().as_secs_f64());
     let planning = request.budget.map(|budget| {
         let planning = Planning {
             config,
@@ -310,6 +367,16 @@ pub fn quantize(
     let (parts, tensors) = source
         .write_quantized(request.output, &quantization, observe)
         .map_err(RecipeError::failed)?;
+    let flops = match DenoiserFlops::of_recipe(config, &source) {
+        Ok(flops) => Some(flops),
+        Err(error) => {
+            // What is written does not depend on the size.
+            notify(Notice::Note(&format!(
+                "the report has no shares of operations, which are those of the recipe's size: {error}"
+            )));
+            None
+        }
+    };
     let source_bytes = checkpoint.iter().map(|(_, shape)| shape.bytes() as u64);
     let sizes = decided.sizes();
     let sizes: HashMap<&str, usize> = sizes
@@ -325,6 +392,9 @@ pub fn quantize(
         parameters: sizes.values().sum(),
         source_bytes: source_bytes.sum(),
         calibration_steps: statistics.map(|statistics| statistics.steps()),
+        calibration_seconds,
+        flops,
+        treated: treated(&decided),
         stored: quantization.stored,
         source: source.path,
         plan,
@@ -344,7 +414,8 @@ struct Decided {
 impl Decided {
     fn new(config: &Config, source: &ModelSource) -> Result<Decided, RecipeError> {
         let policy = weight_policy(config, source.family.spec())?;
-        let (graph, decisions) = decisions(config, source, &policy)?;
+        let denoiser = denoiser(config, source)?;
+        let (graph, decisions) = decisions(config, &denoiser, &policy)?;
         let roundings = Roundings::of(config, &decisions);
         Ok(Decided {
             stored: stored(config, &policy.model, &decisions, &graph, &roundings)?,
@@ -362,6 +433,60 @@ impl Decided {
             .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
             .collect()
     }
+}
+
+/// What each algorithm treats of the layers that are quantized; none of those that are rounded to nearest.
+fn treated(decided: &Decided) -> Vec<Treated> {
+    let sizes: HashMap<&str, &[usize]> = decided.sizes().into_iter().collect();
+    let is_matrix = |layer: &str| {
+        let dims = sizes.get(weight_name(layer).as_str());
+        dims.is_some_and(|dims| dims.len() == 2)
+    };
+    let mut all: Vec<Treated> = Vec::new();
+    for layer in decided.stored.layers.keys() {
+        let algorithm = decided.roundings.of_layer(layer).algorithm;
+        let takes = match algorithm {
+            WeightAlgorithm::Nearest => continue,
+            // Both are of products with matrices.
+            WeightAlgorithm::Gptq | WeightAlgorithm::Awq => is_matrix(layer),
+            WeightAlgorithm::Hqq => true,
+        };
+        let at = all.iter().position(|known| known.algorithm == algorithm);
+        let at = at.unwrap_or_else(|| {
+            all.push(Treated {
+                algorithm,
+                layers: 0,
+                convolutions: Vec::new(),
+            });
+            all.len() - 1
+        });
+        match takes {
+            true => all[at].layers += 1,
+            false => all[at].convolutions.push(layer.clone()),
+        }
+    }
+    all
+}
+
+/// Refuses an algorithm that treats no layer, before images are drawn for it.
+fn check_treated(config: &Config, treated: &[Treated]) -> Result<(), RecipeError> {
+    let algorithm = config.quantization_algorithm;
+    let own = treated.iter().find(|known| known.algorithm == algorithm);
+    let why = match own {
+        _ if algorithm == WeightAlgorithm::Nearest => return Ok(()),
+        Some(own) if own.layers > 0 => return Ok(()),
+        Some(own) => format!(
+            "it is one of linear layers, and all {} layers that it is to round are convolutions; quantize linear layers too, or leave \
+             it out",
+            own.convolutions.len()
+        ),
+        None => {
+            "rules have other algorithms for all layers that are quantized; leave it out".to_owned()
+        }
+    };
+    Err(RecipeError::Usage(format!(
+        "quantization_algorithm={algorithm} has no effect: {why}"
+    )))
 }
 
 /// Refuses what contradicts scales and ranges that training found, and static activations that have neither these nor
@@ -478,19 +603,14 @@ fn model_to_quantize(
 /// The denoiser for one small sample, and what the policy's rules decide for its contractions.
 fn decisions(
     config: &Config,
-    source: &ModelSource,
+    denoiser: &Denoiser,
     policy: &Policy,
 ) -> Result<(Graph, Vec<Decision>), RecipeError> {
-    let denoiser = denoiser(config, source)?;
-    let b = Builder::new();
     let size = |name: &str| match name {
         "height" | "width" => denoiser.smallest_side(),
         _ => 1,
     };
-    let sample = denoiser.declare_forward(&b, &size, precision(config));
-    let sample = sample.map_err(RecipeError::usage)?;
-    b.output(unet::names::SAMPLE, sample, None)
-        .map_err(RecipeError::usage)?;
+    let b = traced(denoiser, &size, precision(config))?;
     let decisions = annotate(&b, policy).map_err(RecipeError::usage)?;
     Ok((b.finish(), decisions))
 }
@@ -514,4 +634,56 @@ fn rule_matches(
         }
     };
     policy.rules.iter().map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{QuantPreset, Quantization as Mode};
+
+    /// What the rule with this pattern decides of FLUX.1 dev, and the share of the weights, in percent.
+    fn matched(config: &Config, pattern: &str) -> (RuleMatch, f64) {
+        let spec = Family::FluxDev.spec();
+        let published = spec.published.as_ref().unwrap();
+        let fields = serde_json::from_str(published.denoiser).unwrap();
+        let flux = Denoiser::from_map(spec.denoiser, fields).unwrap();
+        let policy = weight_policy(config, spec).unwrap();
+        let (graph, decisions) = decisions(config, &flux, &policy).unwrap();
+        let weights = graph.weights();
+        let sizes = weights.map(|(_, weight)| (weight.key(), weight.shape.count()));
+        let sizes: HashMap<&str, usize> = sizes.collect();
+        let all: usize = sizes.values().sum();
+        let rules = rule_matches(&policy, &decisions, &sizes);
+        let rule = rules.into_iter().find(|rule| rule.pattern == pattern);
+        let rule = rule.unwrap();
+        let share = 100.0 * rule.parameters as f64 / all as f64;
+        (rule, share)
+    }
+
+    /// The pattern `*proj_out*` of AMD Quark's guide means the last layer, and also takes one of each single block: the report says
+    /// so. Our own pattern takes the last layer alone.
+    #[test]
+    fn quarks_pattern_for_flux_takes_a_layer_of_each_single_block() {
+        let mut config = Config {
+            quantization: Mode::SvdQuantW4A16,
+            quantization_preset: QuantPreset::Quark,
+            ..Config::default()
+        };
+        let (rule, share) = matched(&config, ".*proj_out.*");
+        assert_eq!((rule.action, rule.mode()), (Action::Float, "float"));
+        let blocks = (0..38).map(|block| format!("single_transformer_blocks.{block}.proj_out"));
+        let expected: Vec<String> = blocks.chain(["proj_out".to_owned()]).collect();
+        assert_eq!(rule.layers, expected);
+        let (inner, last) = (3072, 64);
+        assert_eq!(
+            rule.parameters,
+            38 * inner * (inner + 4 * inner) + inner * last
+        );
+        assert!((15.0..15.2).contains(&share), "{share}");
+
+        config.quantization_preset = QuantPreset::Family;
+        let (rule, share) = matched(&config, "proj_out");
+        assert_eq!(rule.layers, ["proj_out"]);
+        assert!(share < 0.01, "{share}");
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use crate::metrics::{Line, STYLE, escaped, svg};
+use crate::report::operations;
 use crate::weights::source::QuantizedTensor;
 
 use super::quantize::QuantizeReport;
@@ -53,6 +54,9 @@ pub fn quantize_page(report: &QuantizeReport) -> String {
         }
     }
     page.push_str("</main>\n");
+    page.push_str(&formats_table(report));
+    page.push_str(&rules_table(report));
+    page.push_str("<h2>Layers</h2>\n");
     page.push_str(&table(report));
     page.push_str("</body></html>\n");
     page
@@ -136,6 +140,83 @@ fn of_candidates(report: &QuantizeReport) -> Vec<Line> {
         .collect()
 }
 
+/// What is in each format, and which share of the denoiser's operations, where they are known.
+fn formats_table(report: &QuantizeReport) -> String {
+    let percent = |flops: Option<u64>| {
+        let known = report.flops.as_ref().zip(flops);
+        known.map_or_else(String::new, |(all, flops)| {
+            format!("{:.2}", all.percent(flops))
+        })
+    };
+    let mut text = "<h2>Formats</h2>\n<table><tr><th>format</th><th>layers</th><th>bits a weight with scales</th><th>bytes</th>\
+                    <th>% of the operations</th></tr>\n"
+        .to_owned();
+    for sum in report.formats() {
+        let _ = writeln!(
+            text,
+            "<tr><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td><td>{}</td></tr>",
+            escaped(&format_text(sum.format)),
+            sum.layers,
+            sum.bits(),
+            sum.bytes,
+            percent(sum.flops)
+        );
+    }
+    let of_activations = report.flops.as_ref().map(|flops| flops.of_activations);
+    for (name, flops) in [
+        ("not quantized: layers in float", report.float_flops()),
+        (
+            "not quantized: products of two activations (attention)",
+            of_activations,
+        ),
+    ] {
+        let _ = writeln!(
+            text,
+            "<tr><td>{name}</td><td></td><td></td><td></td><td>{}</td></tr>",
+            percent(flops)
+        );
+    }
+    text.push_str("</table>\n");
+    if let Some(flops) = &report.flops {
+        let [height, width] = flops.image_size;
+        let _ = writeln!(
+            text,
+            "<p>{} in a run of the denoiser on one image of {height}x{width} pixels with {} tokens of text.</p>",
+            operations(flops.all()),
+            flops.tokens
+        );
+    }
+    text
+}
+
+/// What each rule decided, in the order in which they are asked, without those that a plan made.
+fn rules_table(report: &QuantizeReport) -> String {
+    let mut text = "<h2>Rules, of which the first that matches decides</h2>\n<table><tr><th>pattern</th><th>mode</th>\
+                    <th>layers</th><th>% of the weights</th></tr>\n"
+        .to_owned();
+    for rule in report.given_rules() {
+        let _ = writeln!(
+            text,
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{:.2}</td></tr>",
+            escaped(&rule.pattern),
+            rule.mode(),
+            rule.layers.len(),
+            report.percent_of_weights(rule)
+        );
+    }
+    text.push_str("</table>\n");
+    for treated in &report.treated {
+        let _ = writeln!(
+            text,
+            "<p>Algorithm {}: {} layers; {} convolutions, which it does not treat, are rounded to nearest.</p>",
+            treated.algorithm,
+            treated.layers,
+            treated.convolutions.len()
+        );
+    }
+    text
+}
+
 /// Every quantized layer, the one that costs most first.
 fn table(report: &QuantizeReport) -> String {
     let mut rows: Vec<&QuantizedTensor> = report.tensors.iter().collect();
@@ -144,14 +225,17 @@ fn table(report: &QuantizeReport) -> String {
         drift.unwrap_or_else(|| 10f64.powf(-row.sqnr_db / 20.0))
     };
     rows.sort_by(|a, b| cost(b).total_cmp(&cost(a)));
-    let mut text = "<table><tr><th>layer</th><th>format</th><th>SQNR of the weight, dB</th><th>of what it computes, dB</th>\
+    let mut text =
+        "<table><tr><th>layer</th><th>format</th><th>lowest scale</th><th>highest scale</th>\
+                    <th>SQNR of the weight, dB</th><th>of what it computes, dB</th>\
                     <th>error of a step's result</th><th>bytes</th></tr>\n"
-        .to_owned();
+            .to_owned();
     for row in rows {
         let errors = row.errors.as_ref();
+        let [lowest, highest] = row.scale_range;
         let _ = writeln!(
             text,
-            "<tr><td>{}</td><td>{}</td><td>{:.1}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{lowest:.3e}</td><td>{highest:.3e}</td><td>{:.1}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(&row.layer),
             escaped(&format_text(row.format)),
             row.sqnr_db,

@@ -14,8 +14,9 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// in bf16. The libraries sum in `f32` all the same. A convolution that gives `f32` would be one of `f32` operands, at half the rate
 /// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round.
 ///
-/// Convolutions of integers multiply the same integers in bf16, which holds them, and give their sums in bf16: cuDNN has no
-/// convolution of integers that gives `s32`, so XLA would widen both operands to `f32`.
+/// Convolutions of 8 bits multiply the same numbers in bf16, which holds them, and give their sums in bf16. cuDNN has no
+/// convolution of integers that gives `s32`, so XLA would widen both operands to `f32`; with those of fp8, programs were not compiled
+/// after minutes.
 ///
 /// The kernels of convolutions get their input channels last, as the libraries read them. Of weights that is done where they are
 /// loaded.
@@ -28,7 +29,10 @@ pub fn rewrite(graph: &Graph) -> Result<Graph> {
             dims,
             quant: None,
             result,
-        } if is_narrow_integer(b.dtype(operands[0])) && is_narrow_integer(b.dtype(operands[1])) => {
+        } if operands
+            .iter()
+            .all(|operand| is_exact_in_bf16(b.dtype(*operand))) =>
+        {
             let [lhs, rhs] = [0, 1].map(|i| b.convert(operands[i], DType::BF16));
             let (rhs, dims) = channels_last_kernel(b, rhs?, dims)?;
             let sums = b.convolution(lhs?, rhs, dims, DType::BF16)?;
@@ -39,9 +43,9 @@ pub fn rewrite(graph: &Graph) -> Result<Graph> {
     with_rounded_sums(&graph, |_| true)
 }
 
-/// Whether bf16 holds every value of this type of integers.
-fn is_narrow_integer(dtype: DType) -> bool {
-    !dtype.is_float() && dtype.bits() <= 8 && dtype != DType::Pred
+/// Whether this is another type of at most 8 bits, of which bf16 holds every value.
+fn is_exact_in_bf16(dtype: DType) -> bool {
+    dtype.bits() <= 8 && dtype != DType::Pred
 }
 
 /// The same for a training step, of contractions with a bias alone, which are those of the forward pass. Gradients are summed in the type
@@ -217,30 +221,31 @@ mod tests {
     }
 
     #[test]
-    fn convolutions_of_integers_multiply_them_in_bf16() {
-        let b = Builder::new();
-        let input = |name: &str, dims: &[usize]| {
-            let shape = Shape::new(DType::S8, dims);
-            b.input(name, shape, &[]).unwrap()
-        };
-        let (x, w) = (input("x", &[1, 4, 4, 3]), input("w", &[5, 3, 3, 3]));
-        let y = b
-            .convolution(x, w, ConvDims::of_image(1, (1, 1)), DType::S32)
-            .unwrap();
-        b.output("y", y, None).unwrap();
-        let graph = b.finish();
-        let rewritten = rewrite(&graph).unwrap();
-        let nodes = rewritten.nodes.iter().zip(rewritten.live_nodes());
-        let mut contractions =
-            nodes.filter(|(node, live)| *live && matches!(node.op, Op::Convolution { .. }));
-        assert!(contractions.all(|(node, _)| node.shape.dtype == DType::BF16));
-        let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| integers(&i.shape)).collect();
-        let [exact, rounded] = [&graph, &rewritten]
-            .map(|graph| evaluate(graph, &inputs).unwrap()[0].to_f64_vec().unwrap());
-        assert!(exact.iter().any(|sum| sum.abs() > 256.0));
-        for (exact, rounded) in exact.iter().zip(&rounded) {
-            let bound = 2.0_f64.powi(-8) * exact.abs();
-            assert!((exact - rounded).abs() <= bound, "{exact} and {rounded}");
+    fn convolutions_of_8_bits_multiply_in_bf16() {
+        for (narrow, sums) in [(DType::S8, DType::S32), (DType::F8E4M3Fn, DType::F32)] {
+            let b = Builder::new();
+            let input = |name: &str, dims: &[usize]| {
+                let shape = Shape::new(narrow, dims);
+                b.input(name, shape, &[]).unwrap()
+            };
+            let (x, w) = (input("x", &[1, 4, 4, 3]), input("w", &[5, 3, 3, 3]));
+            let dims = ConvDims::of_image(1, (1, 1));
+            let y = b.convolution(x, w, dims, sums).unwrap();
+            b.output("y", y, None).unwrap();
+            let graph = b.finish();
+            let rewritten = rewrite(&graph).unwrap();
+            let nodes = rewritten.nodes.iter().zip(rewritten.live_nodes());
+            let mut contractions =
+                nodes.filter(|(node, live)| *live && matches!(node.op, Op::Convolution { .. }));
+            assert!(contractions.all(|(node, _)| node.shape.dtype == DType::BF16));
+            let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| integers(&i.shape)).collect();
+            let [exact, rounded] = [&graph, &rewritten]
+                .map(|graph| evaluate(graph, &inputs).unwrap()[0].to_f64_vec().unwrap());
+            assert!(exact.iter().any(|sum| sum.abs() > 256.0));
+            for (exact, rounded) in exact.iter().zip(&rounded) {
+                let bound = 2.0_f64.powi(-8) * exact.abs();
+                assert!((exact - rounded).abs() <= bound, "{exact} and {rounded}");
+            }
         }
     }
 
