@@ -245,7 +245,7 @@ fn low_rank_products_stand_beside_int4() {
     // Linear layers have one, convolutions none.
     assert!(with.len() > 20 && with.len() < tensors.len());
     // Which are the layers that GPTQ treats.
-    let algorithm = &report["algorithm"];
+    let algorithm = &report["algorithms"][0];
     assert_eq!(algorithm["name"], "gptq");
     assert_eq!(algorithm["layers"], with.len());
     let convolutions = algorithm["convolutions_to_nearest"].as_array().unwrap();
