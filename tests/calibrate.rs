@@ -111,6 +111,28 @@ fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
     assert_eq!(lowered["quantized"], tensors.len());
 }
 
+/// The narrow range of integers, for weights and for activations by recorded scales.
+#[test]
+fn a_calibrated_checkpoint_may_be_narrow() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("narrow");
+    let words = [
+        "quantization=int8_w8a8_static",
+        "quantization_numerics=narrow",
+        SMALL,
+    ];
+    let report = quantized(&output, &words);
+    let formats = &report["quantization_config"]["formats"][0];
+    for operand in ["weight", "activation"] {
+        assert_eq!(formats[operand]["element"], "int8");
+        assert_eq!(formats[operand]["numerics"], "narrow");
+    }
+    let named = format!("pretrained_model_name_or_path={}", output.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 12.0, "{found}");
+}
+
 /// fp8 with recorded scales and with those of each token, weights of the first with activations as the second has them, and
 /// weights alone in groups.
 #[test]
@@ -223,7 +245,7 @@ fn low_rank_products_stand_beside_int4() {
     // Linear layers have one, convolutions none.
     assert!(with.len() > 20 && with.len() < tensors.len());
     // Which are the layers that GPTQ treats.
-    let algorithm = &report["algorithm"];
+    let algorithm = &report["algorithms"][0];
     assert_eq!(algorithm["name"], "gptq");
     assert_eq!(algorithm["layers"], with.len());
     let convolutions = algorithm["convolutions_to_nearest"].as_array().unwrap();
@@ -348,6 +370,14 @@ fn calibration_that_cannot_be_is_refused() {
         ),
         (
             &[
+                "quantization=fp8_w8a8_static",
+                SMALL,
+                "quantization_numerics=narrow",
+            ],
+            "int8 in narrow numerics too",
+        ),
+        (
+            &[
                 "quantization=w4a16",
                 "quant_rules=[{path: mid.*, mode: none}]",
                 SMALL,
@@ -357,6 +387,60 @@ fn calibration_that_cannot_be_is_refused() {
         (
             &[static_int8, SMALL, "quantization_observer=entropy"],
             "valid: min_max, percentile, histogram",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, algorithm: gptq}]",
+            ],
+            "mid.*: algorithm gptq needs calibration",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, observer: mse, algorithm: gptq}]",
+                SMALL,
+            ],
+            "mid.*: algorithm gptq changes weights while it finds their ranges: leave observer out",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a4, algorithm: awq}]",
+                SMALL,
+            ],
+            "mid.*: algorithm awq is of weights alone",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quantization_granularity=4",
+                "quant_rules=[{path: '.*conv1', mode: w4a16, granularity: 4, algorithm: awq}]",
+                SMALL,
+            ],
+            ".*conv1: algorithm awq has no effect: it is of linear layers",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: nf4, observer: mse}]",
+            ],
+            "mid.*: observer has no effect on llama.cpp's blocks",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: none, observer: mse}]",
+            ],
+            "mid.*: mode none leaves these layers in float",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, observer: mse}]",
+                "quantization_percentile=99",
+            ],
+            "quantization_percentile has no effect",
         ),
     ] {
         let refused = quantize(&output, words);
@@ -385,6 +469,52 @@ fn calibration_that_cannot_be_is_refused() {
         assert_eq!(float.status.code(), Some(2), "{error}");
         assert!(error.contains(expected), "{error}");
     }
+    // Weights that are quantized while they are loaded are rounded to the nearest number.
+    let words = [
+        "quantization=int8_w8a16",
+        "quant_rules=[{path: 'mid.*', mode: int8_w8a16, observer: mse}]",
+    ];
+    let float = generate::command(dir.path(), &words).output().unwrap();
+    let error = text(&float.stderr);
+    assert_eq!(float.status.code(), Some(2), "{error}");
+    assert!(
+        error.contains("mid.*: observer and algorithm have no effect"),
+        "{error}"
+    );
+}
+
+/// The algorithm of a rule rounds the weights of its linear layers, and leaves all others as they are without it.
+#[test]
+fn rules_have_algorithms() {
+    let dir = tempfile::tempdir().unwrap();
+    let int4 = ["quantization=w4a16", "quantization_granularity=4"];
+    let rules = "quant_rules=[{path: '.*attn1.*', mode: w4a16, granularity: 4, algorithm: gptq}, {path: '.*attn2.*', mode: w4a16, \
+                 granularity: 4, algorithm: awq}]";
+    let [plain, own] = ["plain", "own"].map(|name| dir.path().join(name));
+    quantized(&plain, &int4);
+    quantized(&own, &[&int4[..], &[rules, SMALL]].concat());
+    let [plain, written] = [&plain, &own].map(|path| ModelSource::open(path).unwrap());
+    let [plain, written] =
+        [&plain, &written].map(|model| &model.components[&Part::Unet].checkpoint);
+    let block = "down_blocks.0.attentions.0.transformer_blocks.0";
+    for (layer, differs, has_factors) in [
+        ("attn1.to_q", Some(true), false),
+        // AWQ may find that factors of 1 are the best.
+        ("attn2.to_q", None, true),
+        ("ff.net.2", Some(false), false),
+    ] {
+        let name = format!("{block}.{layer}.weight");
+        let [before, after] = [plain, written].map(|file| file.read(&name).unwrap());
+        if let Some(differs) = differs {
+            assert_eq!(before != after, differs, "{name}");
+        }
+        let factors = written.read(&format!("{block}.{layer}.smooth_factor"));
+        assert_eq!(factors.is_ok(), has_factors, "{name}");
+    }
+    let named = format!("pretrained_model_name_or_path={}", own.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 16.0, "{found}");
 }
 
 /// AWQ's checkpoint divides activations by factors that layers of one parent share, and HQQ's has floats beside codes; both draw
@@ -411,7 +541,7 @@ fn awq_and_hqq_draw_nearly_what_the_source_draws() {
             10f64.powf(-ratio / 10.0)
         });
         let error = ratios.sum::<f64>() / tensors.len() as f64;
-        let algorithm = &report["algorithm"];
+        let algorithm = &report["algorithms"][0];
         let left = algorithm["convolutions_to_nearest"].as_array();
         let treated = (algorithm["layers"].as_u64(), left.map(Vec::len));
         (output, error, treated)

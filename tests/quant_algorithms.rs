@@ -65,9 +65,9 @@ fn awq_chooses_nearly_the_best_factors() {
         values: weight.clone(),
         format,
         dtype: DType::F32,
+        observer: Observer::default(),
     };
-    let observer = Observer::default();
-    let (factors, power) = awq_factors(&[own], &magnitudes, &squares, observer).unwrap();
+    let (factors, power) = awq_factors(&[own], &magnitudes, &squares).unwrap();
     let errors = values(&recorded, "out/awq/errors", &[20]);
     let at = (power * 20.0).round() as usize;
     let best = errors.iter().copied().fold(f32::INFINITY, f32::min);

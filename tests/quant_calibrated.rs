@@ -164,6 +164,47 @@ fn static_int8_is_quarks() {
     }
 }
 
+/// Narrow integers by a recorded scale: one of half the range clips both ends to 127 of it.
+#[test]
+fn static_int8_may_be_narrow() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let dtype = DType::F32;
+    let narrow = |granularity| TensorFormat {
+        convention: NumericsConvention::Narrow,
+        ..int8(granularity, dtype)
+    };
+    let statistics = calibrated(&golden, dtype);
+    let activation = narrow(Granularity::Tensor);
+    let scale = statistics.scale(Observer::default(), activation);
+    let quarks = statistics.scale(Observer::default(), int8(Granularity::Tensor, dtype));
+    assert!((scale / quarks - 127.5 / 127.0).abs() < 1e-6);
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let layer = StoredLayer {
+        weight: narrow(Granularity::Channel),
+        activation: Some(activation),
+        low_rank: None,
+        smoothed: false,
+    };
+    let quantized = quantize_weight(&weight, layer.weight).unwrap();
+    let weights = quantized.dequantized().unwrap();
+    let x = tensor(&golden, "in/x", &[ROWS, INPUTS]);
+    let x = x.to_f32_vec().unwrap();
+    for scale in [scale, scale / 2.0] {
+        let rounded = |x: &f32| (x * scale.recip()).round_ties_even().clamp(-127.0, 127.0) * scale;
+        let x: Vec<f32> = x.iter().map(rounded).collect();
+        let expected: Vec<f32> = x
+            .chunks(INPUTS)
+            .flat_map(|x| {
+                let rows = weights.chunks(INPUTS);
+                rows.map(move |w| x.iter().zip(w).map(|(x, w)| x * w).sum::<f32>())
+            })
+            .collect();
+        let found = result(&golden, dtype, layer, &weight, &[scale]);
+        let error = distance(&found, &expected);
+        assert!(error < 2e-6, "{error}");
+    }
+}
+
 /// With a scale for each feature the error of outlier features leaves the others alone.
 #[test]
 fn weights_take_over_the_scales_of_features() {

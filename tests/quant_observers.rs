@@ -190,6 +190,19 @@ fn scales_are_powers_of_two() {
         let found = quantize_observed(&weight, format, observer).unwrap();
         assert_eq!(found.scale.to_f32_vec().unwrap(), expected, "{convention}");
     }
+    // The scales of the narrow range are 127.5 / 127 times as large, and so may be the next power of two.
+    let format = TensorFormat {
+        convention: NumericsConvention::Narrow,
+        ..format
+    };
+    let found = quantize_observed(&weight, format, observer).unwrap();
+    let found = found.scale.to_f32_vec().unwrap();
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert!(
+            [1.0, 2.0].contains(&(found / expected)),
+            "{found} {expected}"
+        );
+    }
 }
 
 /// A batch at a time: the whole range, and PyTorch's moving average of ranges.

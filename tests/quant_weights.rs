@@ -31,6 +31,7 @@ fn formats() -> Vec<TensorFormat> {
                 NumericsConvention::Aqt,
                 NumericsConvention::Qwix,
                 NumericsConvention::Quark,
+                NumericsConvention::Narrow,
             ] {
                 let format = TensorFormat {
                     element,
@@ -200,11 +201,11 @@ struct Layer {
     format: TensorFormat,
 }
 
-fn int4(granularity: Granularity) -> TensorFormat {
+fn int4(convention: NumericsConvention, granularity: Granularity) -> TensorFormat {
     TensorFormat {
         element: DType::S4,
         granularity,
-        ..TensorFormat::int8(NumericsConvention::Quark)
+        ..TensorFormat::int8(convention)
     }
 }
 
@@ -219,14 +220,17 @@ fn fake_quantized(values: &[f32], features: usize, format: TensorFormat) -> Host
     .unwrap()
 }
 
-/// Weights and activations in int4 and in fp8: a device's product of such numbers, and of groups of them, is the product of the
+/// Weights and activations in int4, in narrow int8 and in fp8: a device's product of such numbers, and of groups of them, is the product of the
 /// floats that they stand for.
 #[test]
 fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
     let fp8 = |granularity| TensorFormat::float8(DType::F8E4M3Fn, granularity);
     let formats = [
-        int4(Granularity::Channel),
-        int4(Granularity::Group(16)),
+        int4(NumericsConvention::Quark, Granularity::Channel),
+        int4(NumericsConvention::Quark, Granularity::Group(16)),
+        int4(NumericsConvention::Narrow, Granularity::Channel),
+        int4(NumericsConvention::Narrow, Granularity::Group(16)),
+        TensorFormat::int8(NumericsConvention::Narrow),
         fp8(Granularity::Channel),
         fp8(Granularity::Tensor),
     ];
@@ -312,7 +316,7 @@ fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
         // Where scales leave the sum, int8 or fp8 is multiplied.
         let expected_types = match (layer.format.scales_results(), element) {
             (false, _) => ([DType::F32; 2], DType::F32),
-            (true, DType::S4) => ([DType::S8; 2], DType::S32),
+            (true, DType::S4 | DType::S8) => ([DType::S8; 2], DType::S32),
             (true, element) => ([element; 2], DType::F32),
         };
         assert_eq!(types(&graph), expected_types);

@@ -11,7 +11,7 @@ use crate::module_run::Inputs;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Granularity, NumericsConvention, Range, TensorFormat};
 use maxdiff::models::Part;
-use maxdiff::quant::quantize_weight;
+use maxdiff::quant::{Observer, ObserverKind, quantize_observed, quantize_weight};
 use maxdiff::weights::source::ModelSource;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
 use serde_json::{Value, json};
@@ -147,7 +147,8 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
         &'a [&'a str],
         &'a [(&'a [&'a str], &'a [&'a str])],
     );
-    let cases: [Case<'_>; 10] = [
+    let narrow = "quantization_numerics=narrow";
+    let cases: [Case<'_>; 13] = [
         (&half, &[w8a16], &[(&[], &[w8a16]), (&[int8], &[int8])]),
         (&source, &[int8], &[(&[], &[int8])]),
         (&source, &[w8a16, f32], &[(&[f32], &[w8a16, f32])]),
@@ -167,6 +168,22 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
             &[(&[f32], &[w4a4, group, f32])],
         ),
         (&source, &[w4a4, channel], &[(&[], &[w4a4, channel])]),
+        // The narrow range, of weights alone and with activations in int8 and int4.
+        (
+            &source,
+            &[w4a16, group, narrow],
+            &[(&[], &[w4a16, group, narrow])],
+        ),
+        (
+            &source,
+            &[int8, narrow],
+            &[(&[], &[int8, narrow]), (&[int8], &[int8, narrow])],
+        ),
+        (
+            &source,
+            &[w4a4, group, narrow, f32],
+            &[(&[f32], &[w4a4, group, narrow, f32])],
+        ),
         (&source, &[int8, mixed], &[(&[], &[int8, mixed])]),
     ];
     for (i, (source, words, runs)) in cases.into_iter().enumerate() {
@@ -316,7 +333,8 @@ fn what_is_written_is_what_the_source_has() {
     assert_eq!(flops["all"], operations.iter().sum::<u64>());
     let percent = parts.map(|part| part["flops_percent"].as_f64().unwrap());
     assert!((percent.iter().sum::<f64>() - 100.0).abs() < 1e-9);
-    for key in ["calibration_steps", "calibration_seconds", "algorithm"] {
+    assert_eq!(report["algorithms"], serde_json::json!([]));
+    for key in ["calibration_steps", "calibration_seconds"] {
         assert!(report[key].is_null(), "{key}");
     }
     for (part, component) in &before.components {
@@ -520,7 +538,7 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
     has(
         numerics,
-        "expected one of `aqt`, `qwix`, `quark`, `gguf`, `nf4`, `mx`, `mx_e2m3`, `mx_e3m2`, `nv`",
+        "expected one of `aqt`, `qwix`, `quark`, `narrow`, `gguf`, `nf4`, `mx`, `mx_e2m3`, `mx_e3m2`, `nv`",
     );
     let group = opened(&|config| {
         let weight = &mut config["formats"][0]["weight"];
@@ -612,6 +630,18 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &[
+                "quantization=int8_w8a16",
+                "quantization_numerics=narrow",
+                "quant_rules=[{path: 'mid.*', mode: int8_w8a16, symmetric: False}]",
+            ],
+            "mid.*: the narrow range has no zero points",
+        ),
+        (
+            &["quantization=fp8_w8a16", "quantization_numerics=narrow"],
+            "fp8 weights are here in AMD Quark's numerics",
+        ),
+        (
+            &[
                 "quantization=w4a16",
                 "quant_rules=[{path: 'mid.*', mode: w4a16, group: 4}]",
             ],
@@ -621,6 +651,41 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         refused(&quantize(&source, &output, words), 2, expected);
     }
     assert_eq!(names(dir.path()), ["model"]);
+}
+
+/// The observer of a rule decides the ranges of the weights of its layers, and that of the configuration those of the others.
+#[test]
+fn rules_have_observers() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let output = dir.path().join("out");
+    let words = [
+        "quantization=w4a16",
+        "quantization_granularity=4",
+        "quantization_observer=power_of_two",
+        "quant_rules=[{path: '.*conv1', mode: w4a16, granularity: 4, observer: mse}]",
+    ];
+    quantized(&source, &output, &words);
+    let floats = Checkpoint::open(&source.join("unet")).unwrap();
+    let described = ModelSource::open(&output).unwrap();
+    let described = &described.components[&Part::Unet].checkpoint;
+    let format = TensorFormat {
+        element: DType::S4,
+        granularity: Granularity::Group(4),
+        ..TensorFormat::int8(NumericsConvention::Aqt)
+    };
+    for (layer, [own, other]) in [
+        ("conv1", [ObserverKind::Mse, ObserverKind::PowerOfTwo]),
+        ("conv2", [ObserverKind::PowerOfTwo, ObserverKind::Mse]),
+    ] {
+        let name = format!("down_blocks.0.resnets.0.{layer}.weight");
+        let float = cast(floats.read(&name).unwrap(), DType::BF16).unwrap();
+        let of = |kind| quantize_observed(&float, format, Observer::of(kind)).unwrap();
+        let scale = described.read(&format!("{name}_scale")).unwrap();
+        assert_eq!(described.read(&name).unwrap(), of(own).values, "{name}");
+        assert_eq!(scale, of(own).scale, "{name}");
+        assert_ne!(scale, of(other).scale, "{name}");
+    }
 }
 
 /// int4 in the file: two input features a byte, for convolutions too, and the bits that are told.

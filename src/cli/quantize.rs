@@ -165,7 +165,7 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
             report.percent_of_weights(rule)
         ));
     }
-    if let Some(treated) = &report.treated {
+    for treated in &report.treated {
         text.push_str(&treated_summary(treated));
     }
     text.push_str(&format!(
@@ -225,7 +225,7 @@ fn treated_summary(treated: &Treated) -> String {
         left => format!("; {left} convolutions, which it does not treat, are rounded to nearest"),
     };
     format!(
-        "quantization_algorithm={}: {} layers{left}\n",
+        "algorithm {}: {} layers{left}\n",
         treated.algorithm, treated.layers
     )
 }
@@ -327,7 +327,7 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "products_of_activations": share(Some(flops.of_activations)),
         })
     });
-    let algorithm = report.treated.as_ref().map(|treated| {
+    let algorithms = report.treated.iter().map(|treated| {
         json!({
             "name": treated.algorithm.name(),
             "layers": treated.layers,
@@ -355,7 +355,7 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "formats": formats.collect::<Vec<_>>(),
         "flops": flops,
         "rules": rules.collect::<Vec<_>>(),
-        "algorithm": algorithm,
+        "algorithms": algorithms.collect::<Vec<_>>(),
         "plan": report.plan.as_ref().map(plan_json),
         "contractions": report.contractions,
         "parameters": report.parameters,

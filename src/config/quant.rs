@@ -5,12 +5,14 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::graph::{Granularity, NumericsConvention};
+use crate::quant::ObserverKind;
 use crate::util::named;
 use crate::util::names::nearest;
 
 use super::error::{Problem, Problems};
 use super::field::{Field, refuse, wrong_type};
 use super::key::Ty;
+use super::values::WeightAlgorithm;
 use super::yaml::{join, parse_flow, read_file};
 
 named! {
@@ -80,16 +82,33 @@ pub struct QuantRule {
     pub granularity: WeightGranularity,
     pub symmetric: Option<bool>,
     pub numerics: Option<NumericsConvention>,
+    /// What decides the ranges of weights, where it is not `quantization_observer`.
+    pub observer: Option<ObserverKind>,
+    /// How weights become integers, where it is not `quantization_algorithm`.
+    pub algorithm: Option<WeightAlgorithm>,
 }
 
 /// Explicit quantization rules; the first that matches wins.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct QuantRules(pub Vec<QuantRule>);
 
-const RULE_KEYS: [&str; 5] = ["path", "mode", "granularity", "symmetric", "numerics"];
-const RULE: &str = "a dict {path: pattern, mode: mode or none, granularity, symmetric, numerics}";
+const RULE_KEYS: [&str; 7] = [
+    "path",
+    "mode",
+    "granularity",
+    "symmetric",
+    "numerics",
+    "observer",
+    "algorithm",
+];
+const RULE: &str = "a dict {path: pattern, mode: mode or none, granularity, symmetric, numerics, observer, algorithm}";
 
 impl QuantRule {
+    /// Whether it says how weights become numbers of their format, which `quantize` does.
+    pub fn says_rounding(&self) -> bool {
+        self.observer.is_some() || self.algorithm.is_some()
+    }
+
     fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         let Some(map) = item.as_object() else {
             problems.push((path.to_owned(), wrong_type(RULE, item)));
@@ -109,6 +128,8 @@ impl QuantRule {
             granularity: optional(map, "granularity", path, problems).unwrap_or_default(),
             symmetric: optional(map, "symmetric", path, problems),
             numerics: optional(map, "numerics", path, problems),
+            observer: optional(map, "observer", path, problems),
+            algorithm: optional(map, "algorithm", path, problems),
         };
         (problems.len() == before).then_some(rule)
     }
@@ -125,6 +146,12 @@ impl QuantRule {
         }
         if let Some(numerics) = self.numerics {
             map.insert("numerics".to_owned(), Value::from(numerics.name()));
+        }
+        if let Some(observer) = self.observer {
+            map.insert("observer".to_owned(), Value::from(observer.name()));
+        }
+        if let Some(algorithm) = self.algorithm {
+            map.insert("algorithm".to_owned(), Value::from(algorithm.name()));
         }
         Value::Object(map)
     }
@@ -182,7 +209,7 @@ impl Field for QuantRules {
     const TY: Ty = Ty::List(
         "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, \
          int8_w8a8_static, fp8_w8a8_static, \
-         svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics}",
+         svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics, observer, algorithm}",
     );
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {

@@ -105,11 +105,13 @@ const MODES: &[&str] = &[
     "svdquant_w4a4",
 ];
 const STATIC: Condition = Is("quantization", &["int8_w8a8_static", "fp8_w8a8_static"]);
-/// The gradient of a weight is of range that is found in parts of the batch.
-const WEIGHT_GRADIENTS: Condition = Either(
-    &Both(&INT8, &Is("use_qwix_quantization", &["False"])),
-    &Is("quantization", &["fp8_full"]),
+/// AQT's int8, whose derivative is in int8 too.
+const AQT: Condition = Both(
+    &Is("use_qwix_quantization", &["False"]),
+    &Is("quantization_numerics", &["", "aqt"]),
 );
+/// The gradient of a weight is of range that is found in parts of the batch.
+const WEIGHT_GRADIENTS: Condition = Either(&Both(&INT8, &AQT), &Is("quantization", &["fp8_full"]));
 const QUANTIZED: Condition = Is("quantization", MODES);
 /// Weights are quantized once: all modes but int8, which is the first.
 const OF_WEIGHTS: Condition = Is("quantization", MODES.split_at(1).1);
@@ -132,7 +134,10 @@ const LOW_RANK: Condition = Either(
     &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
     &Given("quant_rules"),
 );
-const PERCENTILE: Condition = Is("quantization_observer", &["percentile"]);
+const PERCENTILE: Condition = Either(
+    &Is("quantization_observer", &["percentile"]),
+    &Either(&Given("quant_rules"), &Given("quantization_candidates")),
+);
 const CLASSIFIER_FREE: Condition = Is("do_classifier_free_guidance", &["True"]);
 /// A step runs the model with and without the prompt.
 const GUIDED: Condition = Either(&CLASSIFIER_FREE, &MoreThan("true_cfg_scale", 1));
@@ -368,9 +373,10 @@ schema! {
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
-        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for the static modes, w4a4 and those of SVDQuant AMD
-        /// Quark's; fp8, fp8_full, fp8_w8a16, nf4, nvfp4 and OCP's microscaling formats have their own.
+        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, DeepCompressor's and ModelOpt's narrow range of
+        /// integers (`narrow`), or with `quantize` llama.cpp's blocks (`gguf`, for int8_w8a16 and w4a16 with a number as
+        /// granularity). Empty: AQT's; for the static modes, w4a4 and those of SVDQuant AMD Quark's; fp8, fp8_full, fp8_w8a16, nf4,
+        /// nvfp4 and OCP's microscaling formats have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
@@ -385,7 +391,8 @@ schema! {
             when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark", "gguf"])), is [FixedOnResume];
         /// Rules that come before the mode's own: the mode of dots and convolutions whose path matches a pattern, or none for
         /// float. The first match wins. A rule has the mode's own granularity, numerics as above, and is symmetric, unless
-        /// it says otherwise. Also the path of a YAML file that has the list.
+        /// it says otherwise. For `quantize` it may also have the observer and the algorithm of its weights. Also the path of a
+        /// YAML file that has the list.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How `quantize` names and packs quantized weights: this program's way, or that of AMD Quark's export, which Quark and

@@ -15,6 +15,8 @@ named! {
         Qwix = "qwix",
         /// AMD Quark: scale absmax/127.5, multiply by the reciprocal, round, saturate at -128 and 127; with zero points too.
         Quark = "quark",
+        /// DeepCompressor, and NVIDIA's ModelOpt with a narrow range: scale absmax/127, divide, round, saturate at -127 and 127.
+        Narrow = "narrow",
         /// llama.cpp's blocks: a scale in f16; where there is a minimum, it is a float that is added to `integer * scale`.
         Gguf = "gguf",
         /// bitsandbytes' NF4: codes of 16 quantiles of the normal distribution, times the largest magnitude.
@@ -105,6 +107,40 @@ pub const FP4: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 ];
 
+impl NumericsConvention {
+    /// Whether its numbers are integers that programs make of floats, and the host alike, with scales in the type of the floats.
+    /// Those of the others have scales in types of their own, and are made on the host alone.
+    pub fn is_of_programs(self) -> bool {
+        match self {
+            NumericsConvention::Aqt
+            | NumericsConvention::Qwix
+            | NumericsConvention::Quark
+            | NumericsConvention::Narrow => true,
+            NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
+            | NumericsConvention::Nv => false,
+        }
+    }
+
+    /// Whether activations are rounded by it to int4, or to int8 by a recorded scale.
+    pub fn has_activations(self) -> bool {
+        match self {
+            NumericsConvention::Quark | NumericsConvention::Narrow => true,
+            NumericsConvention::Aqt
+            | NumericsConvention::Qwix
+            | NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
+            | NumericsConvention::Nv => false,
+        }
+    }
+}
+
 impl TensorFormat {
     /// The numbers that the 16 codes of `u4` stand for, where those are not the codes themselves.
     pub fn codebook(self) -> Option<&'static [f32; 16]> {
@@ -123,6 +159,7 @@ impl TensorFormat {
             NumericsConvention::Aqt
             | NumericsConvention::Qwix
             | NumericsConvention::Quark
+            | NumericsConvention::Narrow
             | NumericsConvention::Gguf
             | NumericsConvention::Nf4
             | NumericsConvention::Mx
@@ -154,7 +191,10 @@ impl TensorFormat {
     /// The same for weights that are stored, their scales in `scale` unless the convention has a type for them.
     pub fn stored(self, scale: DType) -> TensorFormat {
         let scale = match self.convention {
-            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark => scale,
+            NumericsConvention::Aqt
+            | NumericsConvention::Qwix
+            | NumericsConvention::Quark
+            | NumericsConvention::Narrow => scale,
             NumericsConvention::Gguf => DType::F16,
             NumericsConvention::Nf4 => DType::F32,
             // It holds the powers of two, and every device has it.
@@ -195,8 +235,8 @@ impl TensorFormat {
         matches!(self.range, Range::Stored(_))
     }
 
-    /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, or the largest
-    /// number of a float type.
+    /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, where the convention is
+    /// narrow the largest integer itself, or the largest number of a float type.
     pub fn bound(self) -> f64 {
         if let Some(float6) = self.float6() {
             return f64::from(float6.largest());
@@ -210,7 +250,18 @@ impl TensorFormat {
             },
             integers => {
                 let (lowest, highest) = integers.integer_range();
-                (highest - lowest) / 2.0
+                match self.convention {
+                    NumericsConvention::Narrow => highest,
+                    NumericsConvention::Aqt
+                    | NumericsConvention::Qwix
+                    | NumericsConvention::Quark
+                    | NumericsConvention::Gguf
+                    | NumericsConvention::Nf4
+                    | NumericsConvention::Mx
+                    | NumericsConvention::MxE2M3
+                    | NumericsConvention::MxE3M2
+                    | NumericsConvention::Nv => (highest - lowest) / 2.0,
+                }
             }
         }
     }
@@ -222,8 +273,15 @@ impl TensorFormat {
         }
         let (lowest, highest) = self.element.integer_range();
         match self.convention {
-            NumericsConvention::Aqt => [-highest, highest],
-            _ => [lowest, highest],
+            NumericsConvention::Aqt | NumericsConvention::Narrow => [-highest, highest],
+            NumericsConvention::Qwix
+            | NumericsConvention::Quark
+            | NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
+            | NumericsConvention::Nv => [lowest, highest],
         }
     }
 

@@ -23,6 +23,8 @@ pub struct AwqWeight {
     pub format: TensorFormat,
     /// The type in which it is quantized, `f32` or `bf16`.
     pub dtype: DType,
+    /// What decides the range of each scale.
+    pub observer: Observer,
 }
 
 /// The factors of features for layers that read the same activation, and the power of `magnitudes` that they are. Of each feature
@@ -35,7 +37,6 @@ pub fn awq_factors(
     weights: &[AwqWeight],
     magnitudes: &[f32],
     squares: &[f32],
-    observer: Observer,
 ) -> Result<(Vec<f32>, f64), WeightQuantError> {
     let mut best: Option<(f64, Vec<f32>, f64)> = None;
     for at in 0..POWERS {
@@ -43,7 +44,7 @@ pub fn awq_factors(
         let factors = factors(magnitudes, power);
         let mut error = 0.0;
         for weight in weights {
-            error += weight.error(&factors, squares, observer)?;
+            error += weight.error(&factors, squares)?;
         }
         if best.as_ref().is_none_or(|(least, _, _)| error < *least) {
             best = Some((error, factors, power));
@@ -65,12 +66,7 @@ fn factors(magnitudes: &[f32], power: f64) -> Vec<f32> {
 
 impl AwqWeight {
     /// The squared error of what the layer computes.
-    fn error(
-        &self,
-        factors: &[f32],
-        squares: &[f32],
-        observer: Observer,
-    ) -> Result<f64, WeightQuantError> {
+    fn error(&self, factors: &[f32], squares: &[f32]) -> Result<f64, WeightQuantError> {
         let inputs = factors.len();
         let taken = self
             .values
@@ -87,7 +83,7 @@ impl AwqWeight {
             shape: Shape::new(self.dtype, dims),
             data,
         };
-        let quantized = quantize_observed(&tensor, self.format, observer)?;
+        let quantized = quantize_observed(&tensor, self.format, self.observer)?;
         let dtype = self.dtype;
         let left = quantized
             .dequantized()

@@ -218,7 +218,8 @@ fn quantize_run(
         | NumericsConvention::MxE3M2
         | NumericsConvention::Aqt
         | NumericsConvention::Qwix
-        | NumericsConvention::Quark => {
+        | NumericsConvention::Quark
+        | NumericsConvention::Narrow => {
             let is_fp4 = format.element == DType::U4;
             // The exponent of the largest number, and bits of the mantissa.
             let (largest, mantissa) = match format.float6() {

@@ -4,8 +4,8 @@
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Comparison, Composite, Contraction, Granularity, Graph, GraphError, Init,
-    Input, InputKind, Node, NumericsConvention, Op, QuantDot, Range, Reduction, Tensor,
-    TensorFormat, Unary, grouped_dims,
+    Input, InputKind, Node, Op, QuantDot, Range, Reduction, Tensor, TensorFormat, Unary,
+    grouped_dims,
 };
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
@@ -277,11 +277,7 @@ pub fn fake_quantize(
 
 /// Whether scales of weights in this format are learned: of numbers around zero that a program rounds to.
 pub fn is_learnable(format: TensorFormat) -> bool {
-    let is_of_programs = matches!(
-        format.convention,
-        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-    );
-    is_of_programs && !format.zero_point && !format.has_stored_scale()
+    format.convention.is_of_programs() && !format.zero_point && !format.has_stored_scale()
 }
 
 /// The logarithms from which the scales of a weight are learned: of those that its ranges have. The weight is of the type that

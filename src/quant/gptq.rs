@@ -5,7 +5,7 @@ use nalgebra::DMatrix;
 use rayon::prelude::*;
 
 use crate::dtype::DType;
-use crate::graph::{Granularity, NumericsConvention, TensorFormat};
+use crate::graph::{Granularity, TensorFormat};
 use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
 
@@ -83,11 +83,7 @@ impl WeightRounding<'_> {
 
 /// Whether GPTQ rounds to this format: to integers.
 pub fn takes(format: TensorFormat) -> bool {
-    let of_integers = matches!(
-        format.convention,
-        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-    );
-    of_integers && matches!(format.element, DType::S8 | DType::S4)
+    format.convention.is_of_programs() && matches!(format.element, DType::S8 | DType::S4)
 }
 
 /// The upper triangle `U` with `U^T U = (H + damping)^-1`, row by row. Inputs that were always zero keep their weights' errors.

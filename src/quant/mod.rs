@@ -256,7 +256,12 @@ impl Formats {
 
     /// Weights and activations in int8 with Qwix's numerics; the backward pass stays in float.
     pub fn qwix_int8() -> Formats {
-        let format = TensorFormat::int8(NumericsConvention::Qwix);
+        Formats::forward_int8(NumericsConvention::Qwix)
+    }
+
+    /// Weights and activations in int8 with these numerics; the backward pass stays in float.
+    pub fn forward_int8(convention: NumericsConvention) -> Formats {
+        let format = TensorFormat::int8(convention);
         Formats {
             weight: Some(format),
             activation: Some(format),

@@ -8,7 +8,7 @@ use crate::graph::{
     Rounding, Tensor, TensorFormat, Unary,
 };
 
-use super::weight::QUARK_SMALLEST;
+use super::weight::{NARROW_SMALLEST, QUARK_SMALLEST};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -64,7 +64,7 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             let empty = b.compare(Comparison::Eq, absmax, zero)?;
             b.select(empty, one, absmax)?
         }
-        NumericsConvention::Qwix | NumericsConvention::Quark => absmax,
+        NumericsConvention::Qwix | NumericsConvention::Quark | NumericsConvention::Narrow => absmax,
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
@@ -79,7 +79,7 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
         NumericsConvention::Aqt | NumericsConvention::Qwix => {
             b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / bound)?
         }
-        NumericsConvention::Quark => divided(b, absmax, bound)?,
+        NumericsConvention::Quark | NumericsConvention::Narrow => divided(b, absmax, bound)?,
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
@@ -101,6 +101,10 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             // Qwix takes 1 where the scale is below the square root of the smallest normal number.
             let smallest = smallest_normal(shape.dtype).sqrt();
             let tiny = b.compare(Comparison::Lt, scale, b.full(&shape, smallest)?)?;
+            b.select(tiny, one, scale)
+        }
+        NumericsConvention::Narrow => {
+            let tiny = b.compare(Comparison::Lt, scale, b.full(&shape, NARROW_SMALLEST)?)?;
             b.select(tiny, one, scale)
         }
         NumericsConvention::Gguf
@@ -154,7 +158,7 @@ pub(super) fn quantize(
     })
 }
 
-/// `x / scale`, in the type of `x`, by AMD Quark's integers in `f32`.
+/// `x / scale`, in the type of `x`, of AMD Quark's and of narrow integers in `f32`.
 fn scaled_values(
     b: &Builder,
     x: Tensor,
@@ -173,22 +177,21 @@ fn scaled_values(
             let inverse = b.select(overflown, one, inverse)?;
             b.mul(x, b.broadcast_in_dim(inverse, kept, &shape.dims)?)
         }
-        // A quotient in float64, which XLA makes a product with the reciprocal, rounds to the same float32 as the division:
-        // none is near a tie. By the scale of an activation, which is stored, every step rounds: not so.
+        // By the scale of an activation, which is stored, every step rounds: not so.
         NumericsConvention::Quark if format.element.is_float() && !format.has_stored_scale() => {
-            let scale = b.convert(scale, DType::F64)?;
-            let scale = b.broadcast_in_dim(scale, kept, &shape.dims)?;
-            let quotient = b.div(b.convert(x, DType::F64)?, scale)?;
-            b.convert(b.convert(quotient, DType::F32)?, shape.dtype)
+            b.convert(quotient(b, x, scale, kept)?, shape.dtype)
         }
-        NumericsConvention::Qwix | NumericsConvention::Quark => {
+        NumericsConvention::Narrow if !format.has_stored_scale() => quotient(b, x, scale, kept),
+        NumericsConvention::Qwix | NumericsConvention::Quark | NumericsConvention::Narrow => {
             let wide = b.convert(scale, DType::F32)?;
             let inverse = b.div(one(wide)?, wide)?;
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
             let scaled = b.mul(b.convert(x, DType::F32)?, inverse)?;
-            match format.convention == NumericsConvention::Quark && !format.element.is_float() {
-                true => Ok(scaled),
-                false => b.convert(scaled, shape.dtype),
+            let is_typed =
+                format.convention == NumericsConvention::Qwix || format.element.is_float();
+            match is_typed {
+                true => b.convert(scaled, shape.dtype),
+                false => Ok(scaled),
             }
         }
         NumericsConvention::Gguf
@@ -200,18 +203,27 @@ fn scaled_values(
     }
 }
 
+/// `x / scale` rounded to `f32`, by its scale along `kept`. A quotient in `f64`, which XLA makes a product with the reciprocal,
+/// rounds to the same `f32` as the division: none is near a tie.
+fn quotient(b: &Builder, x: Tensor, scale: Tensor, kept: &[usize]) -> Result<Tensor> {
+    let scale = b.convert(scale, DType::F64)?;
+    let scale = b.broadcast_in_dim(scale, kept, &b.dims(x))?;
+    let quotient = b.div(b.convert(x, DType::F64)?, scale)?;
+    b.convert(quotient, DType::F32)
+}
+
 fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> {
     if format.element.is_float() {
         // XLA's conversion rounds to nearest, and gives NaN for what is beyond the largest number.
         let bound = format.bound();
         return b.convert(b.clamp(scaled, -bound, bound)?, format.element);
     }
-    let (lowest, highest) = format.element.integer_range();
+    let [lowest, highest] = format.ends();
     let rounded = match format.convention {
         NumericsConvention::Aqt => {
-            b.unary(Unary::RoundNearestEven, b.clamp(scaled, -highest, highest)?)?
+            b.unary(Unary::RoundNearestEven, b.clamp(scaled, lowest, highest)?)?
         }
-        NumericsConvention::Qwix | NumericsConvention::Quark => {
+        NumericsConvention::Qwix | NumericsConvention::Quark | NumericsConvention::Narrow => {
             b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, lowest, highest)?
         }
         NumericsConvention::Gguf

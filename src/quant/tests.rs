@@ -351,6 +351,7 @@ fn a_zero_operand_gives_zero_and_no_nan() {
         Policy::aqt_int8("unet/", 0, vec![], &crate::models::unet::INT8_FLOAT_LAYERS).unwrap(),
         Policy::qwix("unet/", ".*", Vec::new(), Formats::qwix_int8()).unwrap(),
         Policy::qwix("unet/", ".*", Vec::new(), Formats::fp8(Granularity::Tensor)).unwrap(),
+        of_narrow_int8(),
     ] {
         let b = Builder::new();
         let x = b.input("x", f32s(&[1, 2, 4]), &[]).unwrap();
@@ -365,6 +366,12 @@ fn a_zero_operand_gives_zero_and_no_nan() {
         let out = evaluate(&graph, &inputs).unwrap().remove(0);
         assert_eq!(out.to_f32_vec().unwrap(), vec![0.0; 6]);
     }
+}
+
+/// The policy of weights and activations in narrow int8.
+fn of_narrow_int8() -> Policy {
+    let formats = Formats::forward_int8(NumericsConvention::Narrow);
+    Policy::of_layers("unet/", vec![], &[], formats).unwrap()
 }
 
 /// The policy of weights alone in a format.
@@ -385,6 +392,7 @@ fn formats_of_weights() -> Vec<TensorFormat> {
                 NumericsConvention::Aqt,
                 NumericsConvention::Qwix,
                 NumericsConvention::Quark,
+                NumericsConvention::Narrow,
             ] {
                 let format = TensorFormat {
                     element,
@@ -448,8 +456,8 @@ fn a_weight_alone_is_quantized_in_every_format() {
     };
     for format in formats_of_weights().into_iter().chain([fixed]) {
         let (_, found, expected) = weight_only(format);
-        // A step is 1/127.5 or 1/7.5 of at most 1, an element is off by half of one at most, or a whole one where the
-        // largest is clipped; over 16 products with |x| <= 1.
+        // A step is 1/127.5 or 1/7.5 of at most 1, of the narrow range 1/127 or 1/7, an element is off by half of one at most, or
+        // a whole one where the largest is clipped; over 16 products with |x| <= 1.
         let most = match format.element {
             DType::S4 => 16.0 / 7.5,
             // Half of a step is 1/16 of a number.
@@ -626,6 +634,111 @@ fn weights_are_quantized_on_the_host_as_in_the_graph() {
     }
 }
 
+/// Rows whose integers differ between conventions, computed by hand: with half a step above the highest integer their scale is 1.
+#[test]
+fn conventions_round_as_their_formulas_say() {
+    let rows = [
+        (DType::S8, [-127.5, 127.5, 63.5, 1.5, 126.6, 0.0]),
+        (DType::S4, [-7.5, 7.5, 3.5, 1.5, 5.6, 0.0]),
+    ];
+    let cases: [(NumericsConvention, [[i32; 6]; 2]); 4] = [
+        (
+            NumericsConvention::Aqt,
+            [[-127, 127, 64, 2, 127, 0], [-7, 7, 4, 2, 6, 0]],
+        ),
+        (
+            NumericsConvention::Qwix,
+            [[-128, 127, 64, 2, 127, 0], [-8, 7, 4, 2, 6, 0]],
+        ),
+        (
+            NumericsConvention::Quark,
+            [[-128, 127, 64, 2, 127, 0], [-8, 7, 4, 2, 6, 0]],
+        ),
+        // 63.5 / (127.5 / 127) is 63.25, 3.5 / (7.5 / 7) is 3.27.
+        (
+            NumericsConvention::Narrow,
+            [[-127, 127, 63, 1, 126, 0], [-7, 7, 3, 1, 5, 0]],
+        ),
+    ];
+    for (convention, expected) in cases {
+        for ((element, row), expected) in rows.into_iter().zip(expected) {
+            let format = TensorFormat {
+                element,
+                ..TensorFormat::int8(convention)
+            };
+            let weight = HostTensor::from_f32([1, 6], &row).unwrap();
+            let found = quantize_weight(&weight, format).unwrap();
+            let found = found.values.to_f64_vec().unwrap();
+            assert_eq!(found, expected.map(f64::from), "{element} {convention}");
+        }
+    }
+}
+
+/// Numbers are divided by the scale, ties go to the even integer, and both ends are the highest integer.
+#[test]
+fn narrow_integers_are_quotients() {
+    let int8 = TensorFormat::int8(NumericsConvention::Narrow);
+    let int4 = TensorFormat {
+        element: DType::S4,
+        ..int8
+    };
+    assert_eq!((int8.bound(), int8.ends()), (127.0, [-127.0, 127.0]));
+    assert_eq!((int4.bound(), int4.ends()), (7.0, [-7.0, 7.0]));
+    let integers = |weight: &QuantizedWeight| weight.values.to_f64_vec().unwrap();
+    // The scale is 7: 45.5 / 7 is 6.5, where its product with the reciprocal of 7 in f32 would be 6.5000005.
+    for (format, row, expected) in [
+        (
+            int8,
+            [889.0_f32, -889.0, 45.5, -45.5, 87.5, 10.5],
+            [127.0_f64, -127.0, 6.0, -6.0, 12.0, 2.0],
+        ),
+        (
+            int4,
+            [49.0, -49.0, 45.5, -45.5, 31.5, 10.5],
+            [7.0, -7.0, 6.0, -6.0, 4.0, 2.0],
+        ),
+    ] {
+        // Beside it a row of zeros.
+        let rows = [row, [0.0; 6]].concat();
+        let weight = HostTensor::from_f32([2, 6], &rows).unwrap();
+        let found = quantize_weight(&weight, format).unwrap();
+        assert_eq!(integers(&found), [expected, [0.0; 6]].concat());
+        assert_eq!(found.scale.to_f32_vec().unwrap(), [7.0, 1.0]);
+    }
+    let weight = HostTensor::from_f32([1, 6], &[889.0, -889.0, 45.5, -45.5, 87.5, 10.5]).unwrap();
+    let given = WeightRounding {
+        observer: Observer::default(),
+        algorithm: RoundingAlgorithm::Given(&[0.5]),
+    };
+    let found = given.quantize(&weight, int8).unwrap();
+    assert_eq!(integers(&found), [127.0, -127.0, 91.0, -91.0, 127.0, 21.0]);
+    // In bf16 the scale is rounded to it, the quotients are not: 126.5 / 1.0078125 is 125.52.
+    let weight = HostTensor::from_f32([1, 6], &[-127.5, 127.5, 63.5, 1.5, 126.5, 0.0]).unwrap();
+    let weight = crate::weights::cast(weight, DType::BF16).unwrap();
+    let found = quantize_weight(&weight, int8).unwrap();
+    assert_eq!(found.scale.to_f32_vec().unwrap(), [1.0078125]);
+    assert_eq!(integers(&found), [-127.0, 127.0, 63.0, 1.0, 126.0, 0.0]);
+}
+
+/// The same of an activation, whose scale is found while the program runs.
+#[test]
+fn narrow_activations_are_quotients() {
+    let b = Builder::new();
+    let x = b.input("x", f32s(&[1, 1, 4]), &[]).unwrap();
+    let y = linear(&b.root("unet").scope("to_q"), x, 4, 1);
+    annotate(&b, &of_narrow_int8()).unwrap();
+    b.output("y", y, None).unwrap();
+    let graph = lower(&b.finish()).unwrap();
+    // 127, 6, -6 and 12 times 7; 127, 64, 0 and 2 times 1.
+    let inputs = [
+        HostTensor::from_f32([1, 1, 4], &[889.0, 45.5, -45.5, 87.5]).unwrap(),
+        HostTensor::from_f32([1, 4], &[127.0, 63.5, -0.5, 2.5]).unwrap(),
+    ];
+    let found = evaluate(&graph, &inputs).unwrap().remove(0);
+    let expected: i32 = 7 * (127 * 127 + 6 * 64 + 12 * 2);
+    assert_eq!(found.to_f64_vec().unwrap(), [f64::from(expected)]);
+}
+
 #[test]
 fn the_error_of_a_weight_is_measured() {
     let weight = HostTensor::from_f32([2, 3], &[1.0, 0.5, -0.25, 0.0, 0.0, 0.0]).unwrap();
@@ -690,6 +803,7 @@ fn weights_without_the_format_are_refused() {
     assert!(
         error(&HostTensor::zeros(Shape::scalar(DType::F32)), int8).contains("no output features")
     );
+    let narrow = TensorFormat::int8(NumericsConvention::Narrow);
     for unknown in [
         TensorFormat {
             element: DType::U8,
@@ -698,6 +812,14 @@ fn weights_without_the_format_are_refused() {
         TensorFormat {
             zero_point: true,
             ..int8
+        },
+        TensorFormat {
+            zero_point: true,
+            ..narrow
+        },
+        TensorFormat {
+            element: DType::F8E4M3Fn,
+            ..narrow
         },
     ] {
         assert!(error(&weight(), unknown).contains("not quantized here"));

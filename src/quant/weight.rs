@@ -20,6 +20,10 @@ const LANES: usize = 16;
 /// The smallest scale of AMD Quark, 2^-23.
 pub(super) const QUARK_SMALLEST: f64 = f32::EPSILON as f64;
 
+/// The smallest scale of narrow integers, 2^-63, the root of the smallest normal number of `f32`; a smaller one becomes 1, as
+/// DeepCompressor makes of 0. The reciprocals of those that stay are finite.
+pub(super) const NARROW_SMALLEST: f64 = 1.0 / (1_u64 << 63) as f64;
+
 /// Why a weight could not be quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WeightQuantError {
@@ -162,12 +166,10 @@ pub(super) fn quantize_integers(
     let dtype = weight.shape.dtype;
     let is_quark = format.convention == NumericsConvention::Quark;
     let is_qwix = format.convention == NumericsConvention::Qwix;
-    let of_integers = matches!(
-        format.convention,
-        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-    );
     let is_known = match format.element {
-        DType::S8 | DType::S4 => of_integers && (!format.zero_point || is_quark),
+        DType::S8 | DType::S4 => {
+            format.convention.is_of_programs() && (!format.zero_point || is_quark)
+        }
         DType::F8E4M3Fn => !format.zero_point && (is_quark || is_qwix),
         _ => false,
     };
@@ -444,6 +446,8 @@ enum Becomes {
     OfTyped,
     /// An integer: of the product in `f32`.
     OfProduct,
+    /// An integer: of the quotient with the scale in `f32`.
+    OfQuotient,
     /// `f8E4M3FN`: of the quotient with the scale in the weight's type.
     Float8OfQuotient,
     /// `f8E4M3FN`: of the product with the inverse in the weight's type.
@@ -452,35 +456,39 @@ enum Becomes {
 
 impl RunRounding {
     pub fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
-        let half = format.bound() as f32;
+        let bound = format.bound() as f32;
         let (lowest, highest) = (format.ends()[0] as f32, format.ends()[1] as f32);
         let absmax = extent.highest;
         let scale = match format.convention {
             NumericsConvention::Aqt => {
                 let range = if absmax == 0.0 { 1.0 } else { absmax };
-                T::rounded(range * half.recip())
+                T::rounded(range * bound.recip())
             }
             NumericsConvention::Qwix => {
                 // The square root of the smallest normal number, of bf16 as of f32.
                 let smallest = f32::MIN_POSITIVE.sqrt();
-                match T::rounded(absmax * half.recip()) {
+                match T::rounded(absmax * bound.recip()) {
                     scale if scale >= smallest => scale,
                     _ => 1.0,
                 }
             }
             NumericsConvention::Quark if format.element.is_float() => {
-                match T::rounded(absmax / half) {
+                match T::rounded(absmax / bound) {
                     0.0 => QUARK_SMALLEST as f32,
                     scale => scale,
                 }
             }
             NumericsConvention::Quark => {
                 let scale = match format.zero_point {
-                    false => absmax / half,
+                    false => absmax / bound,
                     true => T::rounded(extent.highest - extent.lowest) / (highest - lowest),
                 };
                 T::rounded(scale).max(QUARK_SMALLEST as f32)
             }
+            NumericsConvention::Narrow => match T::rounded(absmax / bound) {
+                scale if scale >= NARROW_SMALLEST as f32 => scale,
+                _ => 1.0,
+            },
             // They are refused before.
             NumericsConvention::Gguf
             | NumericsConvention::Nf4
@@ -519,6 +527,7 @@ impl RunRounding {
                 (scale.recip(), Becomes::Float8OfTyped)
             }
             NumericsConvention::Quark => (scale.recip(), Becomes::OfProduct),
+            NumericsConvention::Narrow => (1.0, Becomes::OfQuotient),
             NumericsConvention::Qwix
             | NumericsConvention::Gguf
             | NumericsConvention::Nf4
@@ -547,6 +556,7 @@ impl RunRounding {
         let (code, steps) = self.integer(match self.becomes {
             Becomes::OfTyped | Becomes::Float8OfTyped => T::rounded(x * self.inverse),
             Becomes::OfProduct | Becomes::Float8OfQuotient => x * self.inverse,
+            Becomes::OfQuotient => x / self.scale,
         });
         (code, steps * self.scale)
     }
@@ -571,6 +581,7 @@ impl RunRounding {
         let sums = parts.map(|(elements, out)| match self.becomes {
             Becomes::OfTyped => self.part(elements, out, |x| integer(T::rounded(x * self.inverse))),
             Becomes::OfProduct => self.part(elements, out, |x| integer(x * self.inverse)),
+            Becomes::OfQuotient => self.part(elements, out, |x| integer(x / self.scale)),
             Becomes::Float8OfQuotient => {
                 self.part(elements, out, |x| float8(T::rounded(x / self.scale)))
             }

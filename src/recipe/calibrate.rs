@@ -8,7 +8,7 @@ use crate::config::{
     WeightGranularity,
 };
 use crate::dtype::DType;
-use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
+use crate::graph::{Granularity, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::models::DenoiserKind;
 use crate::pipelines::prompt_file::read_prompts;
@@ -16,9 +16,9 @@ use crate::pipelines::{BoxError, Event, Phase, Pipeline};
 use crate::pjrt::install::TryLoad;
 use crate::pjrt::prepare_process;
 use crate::quant::{
-    Action, AwqWeight, CalibrationError, Formats, LowRankOptions, Observer, ObserverKind, Policy,
-    Statistics, StoredLayer, Watch, Watched, awq_factors, balance, gptq_takes, has_minimums,
-    input_scale_name, largest_of_features, smooth_factor_name,
+    Action, AwqWeight, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy,
+    Statistics, StoredLayer, Watch, Watched, awq_factors, balance, input_scale_name,
+    largest_of_features, smooth_factor_name,
 };
 use crate::util::text::binary_size;
 use crate::util::{files, memory};
@@ -26,9 +26,11 @@ use crate::weights::Checkpoint;
 use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::LayerPlan;
 
+use super::formats::rule_formats;
 use super::generate::generation;
 use super::preset::with_arguments;
 use super::qat::TrainedRanges;
+use super::roundings::{Rounding, Roundings, check_float};
 use super::session::open_session;
 use super::{Notice, Notify, RecipeError};
 
@@ -48,8 +50,8 @@ const CAPTION_COLUMN: usize = 2;
 /// Checks what the configuration alone says of calibration.
 ///
 /// # Errors
-/// When there is a mode with recorded scales and no prompt, or calibration has no effect. `is_measured`: it tells what errors
-/// do, whatever the modes.
+/// When there is a mode with recorded scales and no prompt, calibration has no effect, or weights of a format are not rounded as
+/// the configuration or a rule says. `is_measured`: it tells what errors do, whatever the modes.
 pub(super) fn check_calibration(
     config: &Config,
     policy: &Policy,
@@ -57,51 +59,58 @@ pub(super) fn check_calibration(
 ) -> Result<(), RecipeError> {
     let calibration = &config.calibration;
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    let actions = policy.rules.iter().map(|rule| rule.action());
-    let formats = actions.filter_map(|action| match action {
-        Action::Float => None,
-        Action::Quantize(formats) => Some(formats),
-    });
-    let formats: Vec<_> = formats.collect();
+    // The policy has the configuration's rules first.
+    let rules = config.quant_rules.0.iter().map(Some);
+    let rules = rules.chain(std::iter::repeat(None));
+    let (mut formats, mut roundings) = (Vec::new(), Vec::new());
+    for (asked, rule) in policy.rules.iter().zip(rules) {
+        match asked.action() {
+            Action::Float => check_float(rule)?,
+            Action::Quantize(own) => {
+                let rounding = Rounding::of(config, rule);
+                rounding.check(config, rule, &own)?;
+                formats.push(own);
+                roundings.push((rule, rounding));
+            }
+        }
+    }
+    let candidates = config.quantization_candidates.0.iter();
+    for rule in candidates.filter(|rule| rule.says_rounding()) {
+        match rule_formats(config, rule)? {
+            None => check_float(Some(rule))?,
+            Some(own) => {
+                let rounding = Rounding::of(config, Some(rule));
+                rounding.check(config, Some(rule), &own)?;
+                roundings.push((Some(rule), rounding));
+            }
+        }
+    }
     let is_static = formats.iter().any(|formats| {
         formats
             .activation
             .is_some_and(TensorFormat::has_stored_scale)
     });
     let has_low_rank = formats.iter().any(|formats| formats.low_rank);
-    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
-    let is_fed = is_gptq || config.quantization_algorithm == WeightAlgorithm::Awq;
-    let mut weights = formats.iter().filter_map(|formats| formats.weight);
-    if is_gptq && !weights.all(gptq_takes) {
+    let fed = roundings.iter().find(|(_, rounding)| rounding.is_fed());
+    let is_fed = fed.is_some();
+    let needs = match fed {
+        Some((Some(rule), rounding)) if rule.algorithm.is_some() => {
+            format!("{}: algorithm {} needs", rule.path, rounding.algorithm)
+        }
+        _ => "quantization_algorithm=gptq and awq need".to_owned(),
+    };
+    let mut observers = roundings.iter().map(|(_, rounding)| rounding.observer);
+    if config.quantization_percentile != Observer::default().percentile
+        && !observers.any(|observer| observer == ObserverKind::Percentile)
+    {
         return refuse(
-            "quantization_algorithm=gptq rounds to integers, with aqt's, qwix's or quark's numerics: leave it out of other formats",
+            "quantization_percentile has no effect: no weight has the observer percentile; leave it out",
         );
     }
-    if is_gptq && config.quantization_observer != ObserverKind::MinMax {
-        return refuse(
-            "quantization_algorithm=gptq changes weights while it finds their ranges: leave quantization_observer out",
-        );
-    }
-    check_algorithm(config, &formats)?;
     let mut weights = formats.iter().filter_map(|formats| formats.weight);
     if config.observer_compat.is_some() && !weights.all(|w| w.granularity == Granularity::Tensor) {
         return refuse(
             "observer_compat=quark: Quark has these observers for whole tensors: give quantization_granularity=tensor, or leave it out",
-        );
-    }
-    let own_ranges = formats
-        .iter()
-        .filter_map(|formats| formats.weight)
-        .any(|weight| {
-            !matches!(
-                weight.convention,
-                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-            )
-        });
-    if own_ranges && config.quantization_observer != ObserverKind::MinMax {
-        return refuse(
-            "quantization_observer has no effect on llama.cpp's blocks, nf4, nvfp4 and OCP's microscaling formats, which have ranges of their \
-             own: leave it out",
         );
     }
     let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
@@ -114,10 +123,10 @@ pub(super) fn check_calibration(
         has_prompts,
     ) {
         (true, _, false) => Err(needs_calibration()),
-        (_, _, false) if is_fed => refuse(
-            "quantization_algorithm=gptq and awq need calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
-             sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
-        ),
+        (_, _, false) if is_fed => refuse(&format!(
+            "{needs} calibration: give prompts, such as calibration='{{prompts: [a lighthouse at sunrise, a bowl of fruit], steps: \
+             20}}', or calibration.prompts_file"
+        )),
         (_, false, true) if !is_static && !is_fed && !is_measured => refuse(
             "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, fp8_w8a8_static, \
              svdquant_w4a16, svdquant_w4a4, quantization_algorithm=gptq or awq, --sensitivity or a budget",
@@ -172,51 +181,31 @@ pub(super) fn needs_calibration() -> RecipeError {
     )
 }
 
-/// Refuses formats that AWQ or HQQ does not choose.
-fn check_algorithm(config: &Config, formats: &[Formats]) -> Result<(), RecipeError> {
-    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    let mut weights = formats.iter().filter_map(|formats| formats.weight);
-    let is_plain = |formats: &Formats| formats.activation.is_none() && !formats.low_rank;
-    match config.quantization_algorithm {
-        WeightAlgorithm::Awq if !formats.iter().all(is_plain) => refuse(
-            "quantization_algorithm=awq is of weights alone, such as int8_w8a16 and w4a16: static modes have quantization_smooth_alpha, \
-             and SVDQuant svd_order=paper",
-        ),
-        WeightAlgorithm::Hqq if !weights.all(has_minimums) => refuse(
-            "quantization_algorithm=hqq chooses the float that is added to codes: give quantization_numerics=gguf \
-             quantization_symmetric=False quantization_granularity=64 with w4a16 or int8_w8a16",
-        ),
-        _ => Ok(()),
-    }
-}
-
 /// The layers to watch; `None` where nothing is calibrated. `is_measured` asks what errors of all of them do, also where they read
-/// activations rounded to `roundings`.
+/// activations rounded to `roundings`. GPTQ reads the inputs of those that are `correlated`.
 pub(super) fn calibrated(
     config: &Config,
     policy: &Policy,
     stored: &Quantization,
     is_measured: bool,
     roundings: BTreeMap<String, Vec<TensorFormat>>,
+    correlated: BTreeSet<String>,
 ) -> Option<Watch> {
     let calibration = &config.calibration;
     if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
         return None;
     }
-    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     let reads = |layer: &StoredLayer| {
         let is_static = layer.activation.is_some_and(TensorFormat::has_stored_scale);
-        is_measured || is_gptq || layer.smoothed || layer.low_rank.is_some() || is_static
+        is_measured || layer.smoothed || layer.low_rank.is_some() || is_static
     };
-    let layers = stored.layers.iter().filter(|(_, layer)| reads(layer));
+    let layers = stored.layers.iter();
+    let layers = layers.filter(|(path, layer)| reads(layer) || correlated.contains(*path));
     let layers: BTreeSet<String> = layers.map(|(path, _)| path.clone()).collect();
     let observer = Observer::of(calibration.observer);
     (!layers.is_empty()).then(|| Watch {
         model: policy.model.clone(),
-        hessians: match is_gptq {
-            true => layers.clone(),
-            false => BTreeSet::new(),
-        },
+        hessians: correlated,
         layers,
         counts: observer.reads_counts(),
         gains: is_measured,
@@ -353,15 +342,6 @@ fn captions(path: &Path, count: usize) -> Result<Vec<String>, RecipeError> {
     }
 }
 
-/// What decides the ranges of weights.
-pub(super) fn weight_observer(config: &Config) -> Observer {
-    Observer {
-        kind: config.quantization_observer,
-        percentile: config.quantization_percentile,
-        compat: config.observer_compat,
-    }
-}
-
 /// What is known of a model's layers beside their weights.
 pub(super) struct Known<'a> {
     /// What calibration saw.
@@ -377,29 +357,33 @@ pub(super) struct Known<'a> {
 pub(super) fn plans(
     config: &Config,
     stored: &Quantization,
+    roundings: &Roundings,
     known: &Known<'_>,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, LayerPlan>, RecipeError> {
     let (statistics, trained) = (known.statistics, known.trained);
     let mut plans = BTreeMap::new();
-    let shared =
-        |alpha: Option<f64>, reads: &dyn Fn(&StoredLayer) -> bool| match (alpha, statistics) {
-            (Some(alpha), Some(statistics)) => {
-                shared_factors(alpha, stored, reads, statistics, checkpoint)
-            }
-            _ => Ok(BTreeMap::new()),
-        };
-    let smooth = shared(config.quantization_smooth_alpha, &has_feature_scales)?;
+    let shared = |alpha: Option<f64>, reads: &Reads<'_>| match (alpha, statistics) {
+        (Some(alpha), Some(statistics)) => {
+            shared_factors(alpha, stored, reads, statistics, checkpoint)
+        }
+        _ => Ok(BTreeMap::new()),
+    };
+    let of_features = |_: &str, layer: &StoredLayer| has_feature_scales(layer);
+    let smooth = shared(config.quantization_smooth_alpha, &of_features)?;
     let mut smooth = smooth_scales(stored, smooth, statistics)?;
     if config.calibration.split_skips {
         smooth = split_scales(stored, statistics)?;
     }
-    let divided = match (config.quantization_algorithm, statistics) {
-        (WeightAlgorithm::Awq, Some(statistics)) => awq(config, stored, statistics, checkpoint)?,
-        _ => shared(Some(config.svd_alpha), &|layer| layer.smoothed)?,
+    let of_low_rank = |path: &str, layer: &StoredLayer| {
+        layer.smoothed && !roundings.has(path, WeightAlgorithm::Awq)
     };
-    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
+    let mut divided = shared(Some(config.svd_alpha), &of_low_rank)?;
+    if let Some(statistics) = statistics {
+        divided.extend(awq(config, stored, roundings, statistics, checkpoint)?);
+    }
     for (path, layer) in &stored.layers {
+        let is_gptq = roundings.has(path, WeightAlgorithm::Gptq);
         let recorded = layer.activation.filter(|format| format.has_stored_scale());
         let scales = trained.and_then(|trained| trained.scale(path));
         let is_plain = recorded.is_none()
@@ -416,7 +400,8 @@ pub(super) fn plans(
         let activity = seen.map(|statistics| statistics.activity(path)).transpose();
         let mut plan = LayerPlan {
             activity: activity.map_err(RecipeError::failed)?,
-            hessian: known.and_then(|known| known.hessian()),
+            // Another layer that reads the same may have asked for it.
+            hessian: known.filter(|_| is_gptq).and_then(|known| known.hessian()),
             scales: scales
                 .map(HostTensor::to_f32_vec)
                 .transpose()
@@ -552,16 +537,19 @@ fn split_scales(
     Ok(scales)
 }
 
+/// Which layers, by their paths.
+type Reads<'a> = dyn Fn(&str, &StoredLayer) -> bool + 'a;
+
 /// Layers of one parent that read the same activation, of those that `reads` takes.
 fn readers<'a>(
     stored: &'a Quantization,
-    reads: &dyn Fn(&StoredLayer) -> bool,
+    reads: &Reads<'_>,
     statistics: &Statistics,
 ) -> Vec<Vec<(&'a String, &'a StoredLayer)>> {
     let mut groups: BTreeMap<(usize, &str), Vec<_>> = BTreeMap::new();
     for (path, layer) in &stored.layers {
         let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
-        if let Some(activation) = statistics.activation(path).filter(|_| reads(layer)) {
+        if let Some(activation) = statistics.activation(path).filter(|_| reads(path, layer)) {
             groups
                 .entry((activation, parent))
                 .or_default()
@@ -587,12 +575,15 @@ fn float_weight(
 fn awq(
     config: &Config,
     stored: &Quantization,
+    roundings: &Roundings,
     statistics: &Statistics,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
-    let observer = weight_observer(config);
     let mut factors = BTreeMap::new();
-    for layers in readers(stored, &|layer| layer.smoothed, statistics) {
+    let of_awq = |path: &str, layer: &StoredLayer| {
+        layer.smoothed && roundings.has(path, WeightAlgorithm::Awq)
+    };
+    for layers in readers(stored, &of_awq, statistics) {
         let known = statistics
             .of_layer(layers[0].0)
             .map_err(RecipeError::failed)?;
@@ -605,12 +596,13 @@ fn awq(
                     Range::Stored(DType::BF16) => DType::BF16,
                     _ => DType::F32,
                 },
+                observer: roundings.of_layer(path).weight_observer(config),
             })
         });
         let weights = weights.collect::<Result<Vec<_>, RecipeError>>()?;
         let (magnitudes, squares) = (known.magnitudes(), known.squares());
-        let (found, _) = awq_factors(&weights, &magnitudes, &squares, observer)
-            .map_err(RecipeError::at(layers[0].0))?;
+        let (found, _) =
+            awq_factors(&weights, &magnitudes, &squares).map_err(RecipeError::at(layers[0].0))?;
         factors.extend(
             layers
                 .iter()
@@ -625,7 +617,7 @@ fn awq(
 fn shared_factors(
     alpha: f64,
     stored: &Quantization,
-    reads: &dyn Fn(&StoredLayer) -> bool,
+    reads: &Reads<'_>,
     statistics: &Statistics,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {

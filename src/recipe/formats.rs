@@ -25,7 +25,30 @@ pub fn precision(config: &Config) -> Precision {
 /// The quantization policy for a denoiser with float weights, or `None` when quantization is off.
 ///
 /// `family` says which layers stay in float, `local_shards` is the number of parts of range finding in weight gradients.
+///
+/// # Errors
+/// When what the configuration says does not fit together, or a rule says how `quantize` rounds.
 pub fn policy(
+    config: &Config,
+    family: &FamilySpec,
+    local_shards: usize,
+) -> Result<Option<Policy>, RecipeError> {
+    let mut rules = config.quant_rules.0.iter();
+    match rules.find(|rule| rule.says_rounding()) {
+        None => policy_of_quantize(config, family, local_shards),
+        Some(rule) => Err(RecipeError::Usage(format!(
+            "{}: observer and algorithm have no effect: they say how `maxdiff-rs quantize` rounds weights; leave them out, or give \
+             the rule to it, and run what it writes",
+            rule.path
+        ))),
+    }
+}
+
+/// [`policy`] where observers and algorithms of rules have an effect.
+///
+/// # Errors
+/// When what the configuration says does not fit together.
+pub(super) fn policy_of_quantize(
     config: &Config,
     family: &FamilySpec,
     local_shards: usize,
@@ -267,10 +290,18 @@ fn formats(
                 NumericsConvention::Aqt => {
                     Ok(Formats::aqt_int8(local_shards).with_convolution_gradients(convolutions))
                 }
-                NumericsConvention::Qwix => Ok(Formats::qwix_int8()),
-                other => refuse(format!(
-                    "{}'s numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt or qwix",
-                    title(other)
+                NumericsConvention::Qwix | NumericsConvention::Narrow => {
+                    Ok(Formats::forward_int8(numerics))
+                }
+                NumericsConvention::Quark
+                | NumericsConvention::Gguf
+                | NumericsConvention::Nf4
+                | NumericsConvention::Mx
+                | NumericsConvention::MxE2M3
+                | NumericsConvention::MxE3M2
+                | NumericsConvention::Nv => refuse(format!(
+                    "{}'s numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt, qwix or narrow",
+                    title(numerics)
                 )),
             };
         }
@@ -300,26 +331,29 @@ fn formats(
             (DType::S4, Granularity::Group(INT4_GROUP))
         }
         config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => {
-            let is_here = numerics == NumericsConvention::Quark
-                && symmetric
-                && granularity != Some(Granularity::Tensor);
+            let is_here =
+                numerics.has_activations() && symmetric && granularity != Some(Granularity::Tensor);
             if !is_here {
                 return refuse(
-                    "activations in int4 are here in AMD Quark's numerics, symmetric, with a scale for so many features, or one a \
-                     token (channel): leave other numerics, symmetric and tensor out"
+                    "activations in int4 are here in AMD Quark's or narrow numerics, symmetric, with a scale for so many features, or \
+                     one a token (channel): leave other numerics, symmetric and tensor out"
                         .into(),
                 );
             }
             (DType::S4, Granularity::Group(INT4_GROUP))
         }
         config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
-            let is_here = numerics == NumericsConvention::Quark
-                && symmetric
-                && !matches!(granularity, Some(Granularity::Group(_)));
+            let has_numerics = match mode {
+                config::Quantization::Int8W8A8Static => numerics.has_activations(),
+                _ => numerics == NumericsConvention::Quark,
+            };
+            let is_here =
+                has_numerics && symmetric && !matches!(granularity, Some(Granularity::Group(_)));
             if !is_here {
                 return refuse(
-                    "int8 and fp8 by recorded scales are here in AMD Quark's numerics, symmetric, and weights have one scale (tensor) \
-                     or one an output feature (channel): leave other numerics, symmetric and groups out"
+                    "int8 and fp8 by recorded scales are here in AMD Quark's numerics, int8 in narrow numerics too, symmetric, and \
+                     weights have one scale (tensor) or one an output feature (channel): leave other numerics, symmetric and groups \
+                     out"
                         .into(),
                 );
             }
@@ -351,7 +385,10 @@ fn formats(
     let granularity = granularity.unwrap_or(own);
     let is_group = matches!(granularity, Granularity::Group(_));
     match numerics {
-        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark => {
+        NumericsConvention::Aqt
+        | NumericsConvention::Qwix
+        | NumericsConvention::Quark
+        | NumericsConvention::Narrow => {
             let own = own_numerics(mode);
             if ![NumericsConvention::Aqt, NumericsConvention::Quark].contains(&own) {
                 return refuse(format!(
@@ -383,9 +420,13 @@ fn formats(
         }
     }
     if !symmetric && ![NumericsConvention::Quark, NumericsConvention::Gguf].contains(&numerics) {
+        let what = match numerics {
+            // DeepCompressor has asymmetric integers too, of another range.
+            NumericsConvention::Narrow => "the narrow range",
+            _ => title(numerics),
+        };
         return refuse(format!(
-            "{} has no zero points: leave symmetric out, or take AMD Quark's numerics",
-            title(numerics)
+            "{what} has no zero points: leave symmetric out, or take AMD Quark's numerics"
         ));
     }
     // Codes above a minimum have no sign.
@@ -427,10 +468,23 @@ fn formats(
     })
 }
 
+/// The format of activations that are multiplied with int8 weights of this format in int8, by scales that are found at run time;
+/// `None` where there is none. (Qwix's rules are of more than weights.)
+fn int8_activation(weight: TensorFormat) -> Option<TensorFormat> {
+    let numerics = [NumericsConvention::Aqt, NumericsConvention::Narrow];
+    let found = TensorFormat {
+        range: Range::Dynamic,
+        ..weight
+    };
+    let has =
+        numerics.contains(&weight.convention) && found == TensorFormat::int8(weight.convention);
+    has.then_some(found)
+}
+
 /// The format of activations that are multiplied with int4 weights of this format in int4; `None` where there is none.
 fn int4_activation(weight: TensorFormat) -> Option<TensorFormat> {
     let has = weight.element == DType::S4
-        && weight.convention == NumericsConvention::Quark
+        && weight.convention.has_activations()
         && !weight.zero_point
         && weight.granularity != Granularity::Tensor;
     has.then_some(TensorFormat {
@@ -497,7 +551,6 @@ pub fn policy_of_checkpoint(
     }
     let mode = config.quantization;
     let mut layers = stored.layers.clone();
-    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
     let has_int4_activations = weights().any(|weight| int4_activation(weight).is_some());
     for (path, layer) in &mut layers {
         let fits = match mode {
@@ -537,12 +590,7 @@ pub fn policy_of_checkpoint(
                     || has_int4_activations
                         && weight_mode(layer.weight) == config::Quantization::W4A16
             }
-            config::Quantization::Int8 => {
-                TensorFormat {
-                    range: Range::Dynamic,
-                    ..layer.weight
-                } == int8
-            }
+            config::Quantization::Int8 => int8_activation(layer.weight).is_some(),
         };
         if !fits {
             return refuse(format!(
@@ -558,7 +606,7 @@ pub fn policy_of_checkpoint(
             Activations::Float => None,
             Activations::Recorded => layer.activation,
             Activations::AsWeights => int4_activation(layer.weight),
-            Activations::Found if !layer.weight.element.is_float() => Some(int8),
+            Activations::Found if !layer.weight.element.is_float() => int8_activation(layer.weight),
             Activations::Found => match layer.activation {
                 Some(written) if !written.has_stored_scale() => Some(written),
                 _ => fp8_activation(layer.weight),
@@ -603,12 +651,9 @@ pub(super) fn check_weights_alone(
             .activation
             .is_some_and(TensorFormat::has_stored_scale);
         let needs_scales = is_static && recorded == Recorded::AreMissing;
-        let on_host = formats.weight.is_some_and(|weight| {
-            !matches!(
-                weight.convention,
-                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-            )
-        });
+        let on_host = formats
+            .weight
+            .is_some_and(|weight| !weight.convention.is_of_programs());
         let problem = match (needs_scales, formats.low_rank, on_host) {
             (true, _, _) => "needs the scales of activations, which calibration finds",
             (false, true, _) => "needs the low-rank parts of weights",
@@ -632,6 +677,7 @@ fn title(convention: NumericsConvention) -> &'static str {
         NumericsConvention::Aqt => "AQT",
         NumericsConvention::Qwix => "Qwix",
         NumericsConvention::Quark => "AMD Quark",
+        NumericsConvention::Narrow => "DeepCompressor",
         NumericsConvention::Gguf => "llama.cpp",
         NumericsConvention::Nf4 => "bitsandbytes",
         NumericsConvention::Mx | NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2 => "OCP",
@@ -726,7 +772,7 @@ pub fn mode_name(decisions: &[Decision]) -> String {
     names.into_iter().collect::<Vec<_>>().join("+")
 }
 
-/// A rule's mode with what is not its own: `w4a16 (32)`.
+/// A rule's mode with what is not its own: `w4a16 (32), mse`.
 pub fn mode_of_rule(rule: &config::QuantRule) -> String {
     let granularity = match rule.granularity.0 {
         None => String::new(),
@@ -734,7 +780,14 @@ pub fn mode_of_rule(rule: &config::QuantRule) -> String {
         Some(Granularity::Channel | Granularity::Feature) => " (channel)".to_owned(),
         Some(Granularity::Group(size)) => format!(" ({size})"),
     };
-    format!("{}{granularity}", rule.mode)
+    let observer = rule.observer.map(|observer| format!(", {observer}"));
+    let algorithm = rule.algorithm.map(|algorithm| format!(", {algorithm}"));
+    format!(
+        "{}{granularity}{}{}",
+        rule.mode,
+        observer.unwrap_or_default(),
+        algorithm.unwrap_or_default()
+    )
 }
 
 /// One line that says what quantization does.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::config::{Config, SvdOrder, WeightAlgorithm};
+use crate::config::{Config, QuantRule, SvdOrder, WeightAlgorithm};
 use crate::graph::{Granularity, Graph, Range};
 use crate::models::unet;
 use crate::quant::{Decision, Formats, Statistics, StoredLayer, joined_inputs, readers_of_input};
@@ -11,27 +11,46 @@ use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::UNetQuantization;
 
 use super::RecipeError;
-use super::calibrate::{Known, plans, weight_observer};
+use super::calibrate::{Known, plans};
 use super::qat::TrainedRanges;
+use super::roundings::{Roundings, rule_of};
 
 /// The formats in which the decisions for a denoiser have weights stored, as its graph and `calibration` have them.
 ///
 /// # Errors
-/// When a switch of `calibration` concerns no layer.
+/// When a switch of `calibration` concerns no layer, or the algorithm of a rule none of its layers.
 pub(super) fn stored(
     config: &Config,
     model: &str,
     decisions: &[Decision],
     graph: &Graph,
+    roundings: &Roundings,
 ) -> Result<Quantization, RecipeError> {
     let sizes: HashMap<&str, &[usize]> = graph
         .weights()
         .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
         .collect();
-    let stored = |decision: &Decision| {
+    let dims = |decision: &Decision| {
         let dims = sizes.get(weight_name(&decision.path).as_str());
-        let dims = dims.copied().unwrap_or_default();
-        let stored = stored_layer(config, decision.formats?, dims)?;
+        dims.copied().unwrap_or_default()
+    };
+    let is_linear = |rule: &QuantRule| {
+        let mut decided = decisions.iter();
+        decided.any(|d| rule_of(config, d) == Some(rule) && dims(d).len() == 2)
+    };
+    for rule in &config.quant_rules.0 {
+        if let Some(algorithm @ (WeightAlgorithm::Gptq | WeightAlgorithm::Awq)) = rule.algorithm
+            && !is_linear(rule)
+        {
+            return Err(RecipeError::Usage(format!(
+                "{}: algorithm {algorithm} has no effect: it is of linear layers, and the rule decides none; leave it out",
+                rule.path
+            )));
+        }
+    }
+    let stored = |decision: &Decision| {
+        let algorithm = roundings.of_layer(&decision.path).algorithm;
+        let stored = stored_layer(config, decision.formats?, dims(decision), algorithm)?;
         Some((decision.path.clone(), stored))
     };
     let mut stored = Quantization {
@@ -47,12 +66,13 @@ pub(super) fn stored(
     Ok(stored)
 }
 
-/// How a layer with a weight of these dimensions is stored in these formats. A low-rank product stands beside linear layers that
-/// are larger than its rank.
+/// How a layer with a weight of these dimensions is stored in these formats, where the algorithm rounds it. A low-rank product
+/// stands beside linear layers that are larger than its rank.
 pub(super) fn stored_layer(
     config: &Config,
     formats: Formats,
     dims: &[usize],
+    algorithm: WeightAlgorithm,
 ) -> Option<StoredLayer> {
     let rank = config.svd_rank as usize;
     let is_large = matches!(dims, &[out, inputs] if out.min(inputs) > rank);
@@ -61,7 +81,7 @@ pub(super) fn stored_layer(
         weight: formats.weight?.stored(config.activations_dtype.into()),
         activation: formats.activation,
         low_rank,
-        smoothed: match config.quantization_algorithm {
+        smoothed: match algorithm {
             WeightAlgorithm::Awq => dims.len() == 2,
             WeightAlgorithm::Nearest | WeightAlgorithm::Gptq | WeightAlgorithm::Hqq => {
                 low_rank.is_some() && config.svd_order == SvdOrder::Paper
@@ -120,6 +140,7 @@ fn split_skips(
 pub(super) fn unet_quantization(
     config: &Config,
     stored: Quantization,
+    roundings: &Roundings,
     statistics: Option<&Statistics>,
     trained: Option<&TrainedRanges>,
     checkpoint: &Checkpoint,
@@ -128,12 +149,13 @@ pub(super) fn unet_quantization(
         statistics,
         trained,
     };
+    let (rounding, others) = roundings.of_files(config);
     Ok(UNetQuantization {
-        plans: plans(config, &stored, &known, checkpoint)?,
+        plans: plans(config, &stored, roundings, &known, checkpoint)?,
         stored,
         weights_dtype: config.weights_dtype.into(),
-        observer: weight_observer(config),
-        is_hqq: config.quantization_algorithm == WeightAlgorithm::Hqq,
+        rounding,
+        roundings: others,
         layout: config.quantized_layout,
     })
 }

@@ -34,6 +34,7 @@ mod qat;
 mod quantize;
 mod quantize_page;
 mod record;
+mod roundings;
 mod run_model;
 pub mod scheduler;
 mod session;

@@ -2,17 +2,20 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::config::{Config, QuantRule, QuantRuleMode, QuantRules, SvdOrder, WeightGranularity};
+use crate::config::{
+    Config, QuantRule, QuantRuleMode, QuantRules, SvdOrder, WeightAlgorithm, WeightGranularity,
+};
 use crate::graph::{Granularity, Graph, Range, TensorFormat};
 use crate::quant::{
     Action, BudgetError, Choice, Decision, Formats, Rule, Statistics, StoredLayer, choose,
 };
 use crate::weights::Checkpoint;
 use crate::weights::quantized::{Quantization, features_together, weight_name};
-use crate::weights::source::{QuantizedTensor, UNetQuantization};
+use crate::weights::source::{LayerRounding, QuantizedTensor, UNetQuantization};
 
 use super::formats::{mode_of, rule_formats};
 use super::layers::{stored_layer, unet_quantization};
+use super::roundings::{Rounding, Roundings};
 use super::{Notice, Notify, RecipeError};
 
 /// What a plan may take.
@@ -140,6 +143,8 @@ fn candidates(config: &Config) -> Vec<QuantRule> {
         granularity: WeightGranularity::default(),
         symmetric: None,
         numerics: None,
+        observer: None,
+        algorithm: None,
     };
     let own = QuantRuleMode::from_name(config.quantization.name()).map(|mode| QuantRule {
         granularity: config.quantization_granularity,
@@ -157,7 +162,7 @@ fn candidates(config: &Config) -> Vec<QuantRule> {
 ///
 /// # Errors
 /// When a candidate has no format.
-pub(super) fn roundings(
+pub(super) fn activation_roundings(
     config: &Config,
     stored: &Quantization,
     has_budget: bool,
@@ -182,6 +187,31 @@ pub(super) fn roundings(
         (path.clone(), formats)
     };
     Ok(stored.layers.iter().map(of_layer).collect())
+}
+
+/// The layers whose inputs GPTQ reads: those whose weights it rounds, and with a budget those whose weights it would round with a
+/// candidate.
+///
+/// # Errors
+/// When the pattern of a candidate is none.
+pub(super) fn correlated(
+    config: &Config,
+    stored: &Quantization,
+    roundings: &Roundings,
+    has_budget: bool,
+) -> Result<BTreeSet<String>, RecipeError> {
+    let mut tried = Vec::new();
+    for rule in candidates(config).iter().filter(|_| has_budget) {
+        if Rounding::of(config, Some(rule)).algorithm == WeightAlgorithm::Gptq {
+            let pattern = Rule::new(&rule.path, Action::Float, true);
+            tried.push(pattern.map_err(RecipeError::usage)?);
+        }
+    }
+    let is_read = |path: &&String| {
+        roundings.has(path, WeightAlgorithm::Gptq)
+            || tried.iter().any(|pattern| pattern.matches(path))
+    };
+    Ok(stored.layers.keys().filter(is_read).cloned().collect())
 }
 
 /// Chooses the format of each layer that no rule of the configuration decides.
@@ -232,9 +262,21 @@ pub(super) fn plan(
         )));
     }
     planning.choose(budget, &mut layers)?;
-    let rules = layers.iter().map(|layer| QuantRule {
-        path: regex::escape(&layer.layer),
-        ..candidates[layer.taken().rule].clone()
+    let rules = layers.iter().map(|layer| {
+        let rule = &candidates[layer.taken().rule];
+        QuantRule {
+            path: regex::escape(&layer.layer),
+            algorithm: match rule.algorithm {
+                // It is of linear layers: of others it has measured what the nearest number leaves.
+                Some(WeightAlgorithm::Gptq | WeightAlgorithm::Awq)
+                    if !planning.is_linear(&layer.layer) =>
+                {
+                    Some(WeightAlgorithm::Nearest)
+                }
+                own => own,
+            },
+            ..rule.clone()
+        }
     });
     Ok(Plan {
         rules: QuantRules(rules.collect()),
@@ -246,6 +288,11 @@ pub(super) fn plan(
 }
 
 impl Planning<'_> {
+    fn is_linear(&self, layer: &str) -> bool {
+        let shape = self.checkpoint.info(&weight_name(layer));
+        shape.is_some_and(|shape| shape.rank() == 2)
+    }
+
     /// The layers to choose formats for, in the order of names.
     fn unplanned(&self, open: &[&str]) -> Vec<PlannedLayer> {
         let names: BTreeSet<&str> = open.iter().copied().collect();
@@ -272,6 +319,7 @@ impl Planning<'_> {
         let pattern = Rule::new(&rule.path, Action::Float, true);
         let pattern = pattern.map_err(RecipeError::usage)?;
         let formats = rule_formats(config, rule)?;
+        let rounding = Rounding::of(config, Some(rule));
         if let Some(formats) = &formats {
             self.check_activation(formats)?;
         }
@@ -282,7 +330,7 @@ impl Planning<'_> {
             .collect();
         let stored = |layer: &str, formats: Formats| -> Option<StoredLayer> {
             let dims = *dims.get(weight_name(layer).as_str())?;
-            let stored = stored_layer(config, formats, dims)?;
+            let stored = stored_layer(config, formats, dims, rounding.algorithm)?;
             fits(&stored, dims).then_some(stored)
         };
         let mut of_layers = BTreeMap::new();
@@ -292,7 +340,15 @@ impl Planning<'_> {
             }
         }
         let tried = Quantization { layers: of_layers };
-        let tried = unet_quantization(config, tried, self.statistics, None, self.checkpoint)?;
+        let roundings = Roundings::same(rounding);
+        let tried = unet_quantization(
+            config,
+            tried,
+            &roundings,
+            self.statistics,
+            None,
+            self.checkpoint,
+        )?;
         for layer in layers
             .iter_mut()
             .filter(|layer| pattern.matches(&layer.layer))
@@ -398,8 +454,8 @@ impl Planning<'_> {
         let plain = UNetQuantization {
             stored: self.stored.clone(),
             weights_dtype: self.config.weights_dtype.into(),
-            observer: Default::default(),
-            is_hqq: false,
+            rounding: LayerRounding::default(),
+            roundings: BTreeMap::new(),
             layout: self.config.quantized_layout,
             plans: BTreeMap::new(),
         };

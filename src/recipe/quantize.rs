@@ -20,12 +20,13 @@ use crate::weights::source::{
 
 use super::calibrate::{Run, calibrate, calibrated, check_calibration, needs_calibration};
 use super::denoiser_flops::{DenoiserFlops, traced};
-use super::formats::mode_of;
+use super::formats::{mode_of, policy_of_quantize};
 use super::layers::{is_static, stored, unet_quantization};
-use super::plan::{Budget, Plan, Planning, plan, roundings};
+use super::plan::{Budget, Plan, Planning, activation_roundings, correlated, plan};
 use super::qat::TrainedRanges;
+use super::roundings::{Rounding, Roundings};
 use super::source::{Source, denoiser, find_model};
-use super::{Notice, Notify, RecipeError, policy, precision};
+use super::{Notice, Notify, RecipeError, precision};
 
 /// What [`quantize`] did.
 #[derive(Debug)]
@@ -52,8 +53,8 @@ pub struct QuantizeReport {
     pub calibration_seconds: Option<f64>,
     /// Operations of the denoiser; `None` where it has no samples of the recipe's size.
     pub flops: Option<DenoiserFlops>,
-    /// What `quantization_algorithm` treated; `None` where it is to round to nearest.
-    pub treated: Option<Treated>,
+    /// What each algorithm treated; none of what is rounded to nearest.
+    pub treated: Vec<Treated>,
     /// How formats were chosen, where there was a budget.
     pub plan: Option<Plan>,
 }
@@ -251,7 +252,7 @@ fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), R
 
 /// The policy that decides which weights are quantized.
 fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeError> {
-    let policy = policy(config, family, 0)?.ok_or_else(|| {
+    let policy = policy_of_quantize(config, family, 0)?.ok_or_else(|| {
         RecipeError::Usage(
             "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16 or w4a16, or quantization=int8 or fp8 \
              to compute in them as well"
@@ -304,13 +305,19 @@ pub fn quantize(
     check_layout(config, &decided)?;
     let trained = TrainedRanges::of(config, denoiser)?;
     check_trained(config, request, trained.as_ref(), &decided)?;
-    check_treated(treated(config, &decided).as_ref())?;
+    check_treated(config, &treated(&decided))?;
     let watch = calibrated(
         config,
         &decided.policy,
         &decided.stored,
         request.is_measured(),
-        roundings(config, &decided.stored, request.budget.is_some())?,
+        activation_roundings(config, &decided.stored, request.budget.is_some())?,
+        correlated(
+            config,
+            &decided.stored,
+            &decided.roundings,
+            request.budget.is_some(),
+        )?,
     );
     let started = Instant::now();
     let statistics = match watch {
@@ -352,6 +359,7 @@ pub fn quantize(
     let quantization = unet_quantization(
         config,
         stored,
+        &decided.roundings,
         statistics.as_ref(),
         trained.as_ref(),
         checkpoint,
@@ -386,7 +394,7 @@ pub fn quantize(
         calibration_steps: statistics.map(|statistics| statistics.steps()),
         calibration_seconds,
         flops,
-        treated: treated(config, &decided),
+        treated: treated(&decided),
         stored: quantization.stored,
         source: source.path,
         plan,
@@ -399,6 +407,7 @@ struct Decided {
     /// The denoiser for one small sample.
     graph: Graph,
     decisions: Vec<Decision>,
+    roundings: Roundings,
     stored: Quantization,
 }
 
@@ -407,11 +416,13 @@ impl Decided {
         let policy = weight_policy(config, source.family.spec())?;
         let denoiser = denoiser(config, source)?;
         let (graph, decisions) = decisions(config, &denoiser, &policy)?;
+        let roundings = Roundings::of(config, &decisions);
         Ok(Decided {
-            stored: stored(config, &policy.model, &decisions, &graph)?,
+            stored: stored(config, &policy.model, &decisions, &graph, &roundings)?,
             policy,
             graph,
             decisions,
+            roundings,
         })
     }
 
@@ -424,41 +435,58 @@ impl Decided {
     }
 }
 
-/// What the algorithm treats of the layers that are quantized; `None` where it is to round to nearest.
-fn treated(config: &Config, decided: &Decided) -> Option<Treated> {
-    let algorithm = config.quantization_algorithm;
-    let takes_convolutions = match algorithm {
-        WeightAlgorithm::Nearest => return None,
-        // Both are of products with matrices.
-        WeightAlgorithm::Gptq | WeightAlgorithm::Awq => false,
-        WeightAlgorithm::Hqq => true,
-    };
+/// What each algorithm treats of the layers that are quantized; none of those that are rounded to nearest.
+fn treated(decided: &Decided) -> Vec<Treated> {
     let sizes: HashMap<&str, &[usize]> = decided.sizes().into_iter().collect();
     let is_matrix = |layer: &str| {
         let dims = sizes.get(weight_name(layer).as_str());
         dims.is_some_and(|dims| dims.len() == 2)
     };
-    let layers = decided.stored.layers.keys().cloned();
-    let (layers, convolutions): (Vec<String>, Vec<String>) =
-        layers.partition(|layer| takes_convolutions || is_matrix(layer));
-    Some(Treated {
-        algorithm,
-        layers: layers.len(),
-        convolutions,
-    })
+    let mut all: Vec<Treated> = Vec::new();
+    for layer in decided.stored.layers.keys() {
+        let algorithm = decided.roundings.of_layer(layer).algorithm;
+        let takes = match algorithm {
+            WeightAlgorithm::Nearest => continue,
+            // Both are of products with matrices.
+            WeightAlgorithm::Gptq | WeightAlgorithm::Awq => is_matrix(layer),
+            WeightAlgorithm::Hqq => true,
+        };
+        let at = all.iter().position(|known| known.algorithm == algorithm);
+        let at = at.unwrap_or_else(|| {
+            all.push(Treated {
+                algorithm,
+                layers: 0,
+                convolutions: Vec::new(),
+            });
+            all.len() - 1
+        });
+        match takes {
+            true => all[at].layers += 1,
+            false => all[at].convolutions.push(layer.clone()),
+        }
+    }
+    all
 }
 
 /// Refuses an algorithm that treats no layer, before images are drawn for it.
-fn check_treated(treated: Option<&Treated>) -> Result<(), RecipeError> {
-    match treated {
-        Some(treated) if treated.layers == 0 => Err(RecipeError::Usage(format!(
-            "quantization_algorithm={} has no effect: it is one of linear layers, and all {} layers that are quantized are \
-             convolutions; quantize linear layers too, or leave it out",
-            treated.algorithm,
-            treated.convolutions.len()
-        ))),
-        Some(_) | None => Ok(()),
-    }
+fn check_treated(config: &Config, treated: &[Treated]) -> Result<(), RecipeError> {
+    let algorithm = config.quantization_algorithm;
+    let own = treated.iter().find(|known| known.algorithm == algorithm);
+    let why = match own {
+        _ if algorithm == WeightAlgorithm::Nearest => return Ok(()),
+        Some(own) if own.layers > 0 => return Ok(()),
+        Some(own) => format!(
+            "it is one of linear layers, and all {} layers that it is to round are convolutions; quantize linear layers too, or leave \
+             it out",
+            own.convolutions.len()
+        ),
+        None => {
+            "rules have other algorithms for all layers that are quantized; leave it out".to_owned()
+        }
+    };
+    Err(RecipeError::Usage(format!(
+        "quantization_algorithm={algorithm} has no effect: {why}"
+    )))
 }
 
 /// Refuses what contradicts scales and ranges that training found, and static activations that have neither these nor
@@ -522,6 +550,13 @@ fn check_layout(config: &Config, decided: &Decided) -> Result<(), RecipeError> {
         return refuse(
             "quantization_algorithm and quantization_observer",
             "its description names Quark's own: leave both out",
+        );
+    }
+    let mut rules = config.quant_rules.0.iter();
+    if let Some(rule) = rules.find(|rule| Rounding::of(config, Some(*rule)) != Rounding::NEAREST) {
+        return refuse(
+            &rule.path,
+            "its description names Quark's own algorithm and observer: leave both out",
         );
     }
     for (key, dims) in decided.sizes() {

@@ -205,10 +205,10 @@ fn rules_table(report: &QuantizeReport) -> String {
         );
     }
     text.push_str("</table>\n");
-    if let Some(treated) = &report.treated {
+    for treated in &report.treated {
         let _ = writeln!(
             text,
-            "<p>quantization_algorithm={}: {} layers; {} convolutions, which it does not treat, are rounded to nearest.</p>",
+            "<p>Algorithm {}: {} layers; {} convolutions, which it does not treat, are rounded to nearest.</p>",
             treated.algorithm,
             treated.layers,
             treated.convolutions.len()

@@ -293,10 +293,7 @@ impl WrittenFormat {
                 self.scale_dtype.as_deref().unwrap_or_default()
             ));
         }
-        let of_integers = matches!(
-            self.numerics,
-            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
-        );
+        let of_integers = self.numerics.is_of_programs();
         if of_integers && ![DType::F32, DType::BF16].contains(&scale) {
             return Err(unknown(
                 "scale_dtype",
@@ -332,7 +329,7 @@ impl WrittenLayers {
             return Err(
                 "activation: expected int8 with a scale for each channel that is found at run time, or fp8 with one or one for \
                  each channel, in qwix's numerics; either with one scale or one for each feature that is stored, in quark's \
-                 numerics; or int4 as the weight, symmetric, in quark's numerics"
+                 numerics, int8 in narrow too; or int4 as the weight, symmetric, in quark's or narrow numerics"
                     .into(),
             );
         }
@@ -364,7 +361,7 @@ fn is_int4_beside(format: TensorFormat, weight: TensorFormat) -> bool {
         Granularity::Channel | Granularity::Group(_)
     );
     weight.element == DType::S4
-        && weight.convention == NumericsConvention::Quark
+        && weight.convention.has_activations()
         && !weight.zero_point
         && has_groups
         && format
@@ -376,15 +373,19 @@ fn is_int4_beside(format: TensorFormat, weight: TensorFormat) -> bool {
 
 /// Whether activations have this format by a scale that calibration found.
 fn is_recorded_activation(format: TensorFormat) -> bool {
-    let is_8_bits = [DType::S8, DType::F8E4M3Fn].contains(&format.element);
+    let is_here = match format.element {
+        DType::S8 => format.convention.has_activations(),
+        DType::F8E4M3Fn => format.convention == NumericsConvention::Quark,
+        _ => false,
+    };
     let recorded = |granularity| {
         TensorFormat {
             element: format.element,
             granularity,
             range: format.range,
-            ..TensorFormat::int8(NumericsConvention::Quark)
+            ..TensorFormat::int8(format.convention)
         } == format
-            && is_8_bits
+            && is_here
     };
     matches!(format.range, Range::Stored(_))
         && (recorded(Granularity::Tensor) || recorded(Granularity::Feature))

@@ -67,6 +67,10 @@ fn numerics_that_belong_to_other_modes_are_refused() {
             "mode nf4 has numerics of its own: leave quark out",
         ),
         (
+            &["quantization=mxfp4", "quantization_numerics=narrow"],
+            "mode mxfp4 has numerics of its own: leave narrow out",
+        ),
+        (
             &["quantization=nf4", "quantization_granularity=channel"],
             "bitsandbytes's numerics belong to its own mode, symmetric and with groups of input features",
         ),

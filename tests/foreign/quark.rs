@@ -234,5 +234,12 @@ fn a_model_is_written_in_quarks_layout_and_read_back() {
     ];
     let found = crate::quantize::quantize(&source, &output, &with_convolutions);
     refused(&found, 2, "Quark packs linear layers alone");
+    let with_observer = [
+        &with_convolutions[..],
+        &["quant_rules=[{path: '.*attn2.*', mode: int8_w8a16, observer: mse}]"],
+    ]
+    .concat();
+    let found = crate::quantize::quantize(&source, &output, &with_observer);
+    refused(&found, 2, ".*attn2.*: its description names Quark's own");
     assert!(!output.exists());
 }

@@ -165,9 +165,12 @@ impl<'a> Claims<'a> {
                 if *format == TensorFormat::int8(NumericsConvention::Aqt) {
                     return Some(Claim::Kernel(Kernel::AbsMax { kept, scale: true }));
                 }
-                let qwix = *format == TensorFormat::int8(NumericsConvention::Qwix);
+                // Of the range that the kernel finds the scale is computed as the format says.
                 let format = *format;
-                return (qwix && runs_often).then_some(Claim::AbsMax { kept, format });
+                let is_here = [NumericsConvention::Qwix, NumericsConvention::Narrow]
+                    .map(TensorFormat::int8)
+                    .contains(&format);
+                return (is_here && runs_often).then_some(Claim::AbsMax { kept, format });
             }
             // The product that reads a rounded operand takes the rounding with it; updates are for `training`.
             Composite::BlockwiseAdamW(_)

@@ -60,6 +60,25 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
 }
 
 #[test]
+fn derivatives_are_in_int8_with_the_numerics_of_aqt_alone() {
+    let words = |numerics: &'static str| {
+        [
+            "quantization=int8",
+            numerics,
+            "quantization_convolution_gradients=True",
+        ]
+    };
+    let narrow = words("quantization_numerics=narrow");
+    assert_eq!(
+        errors("", &narrow, None),
+        [
+            "command line: quantization_convolution_gradients: has no effect: it needs quantization=int8 and use_qwix_quantization=False and quantization_numerics='' or aqt or quantization=fp8_full"
+        ]
+    );
+    assert!(with(&words("quantization_numerics=aqt")).quantization_convolution_gradients);
+}
+
+#[test]
 fn an_override_for_another_verb_is_refused() {
     assert_eq!(
         errors("", &["max_train_steps=3"], Some(Verb::Lower)),

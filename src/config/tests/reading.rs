@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::*;
+use crate::quant::ObserverKind;
 use crate::schedulers::{PredictionType, SchedulerKind, TimestepSpacing};
 use crate::shard::{Axis, LogicalAxisRule};
 
@@ -77,6 +78,36 @@ fn lists_come_as_json_or_python() {
     ]);
     assert_eq!(rules.quant_rules.0[0].mode, QuantRuleMode::None);
     assert_eq!(rules.quant_rules.0[1].path, ".*");
+}
+
+#[test]
+fn rules_say_how_weights_are_rounded() {
+    let rules = with(&[
+        "quantization=w4a16",
+        "quant_rules=[{path: 'mid.*', mode: w4a16, observer: mse, algorithm: hqq}, {path: '.*', mode: int8_w8a16}]",
+    ]);
+    let rules = rules.quant_rules;
+    assert_eq!(rules.0[0].observer, Some(ObserverKind::Mse));
+    assert_eq!(rules.0[0].algorithm, Some(WeightAlgorithm::Hqq));
+    assert!(rules.0[0].says_rounding() && !rules.0[1].says_rounding());
+    assert_eq!(
+        rules.to_yaml(),
+        "- {path: 'mid.*', mode: w4a16, observer: mse, algorithm: hqq}\n- {path: '.*', mode: int8_w8a16}\n"
+    );
+    for (key, expected) in [
+        (
+            "observer: median",
+            "command line: quant_rules.observer: 'median' is not a valid value; valid: min_max, percentile",
+        ),
+        (
+            "algorithm: gtpq",
+            "command line: quant_rules.algorithm: 'gtpq' is not a valid value; valid: nearest, gptq, awq, hqq",
+        ),
+    ] {
+        let rule = format!("quant_rules=[{{path: 'mid.*', mode: w4a16, {key}}}]");
+        let found = errors("", &["quantization=w4a16", &rule], None);
+        assert!(found[0].starts_with(expected), "{found:?}");
+    }
 }
 
 #[test]

@@ -33,7 +33,7 @@ use crate::util::text::listed;
 pub use detect::is_lora;
 pub use folder::is_pipeline;
 pub(crate) use folder::{check_class, denoisers, is_null, no_denoiser};
-pub use quantize::{LayerPlan, QuantizedTensor, UNetQuantization};
+pub use quantize::{LayerPlan, LayerRounding, QuantizedTensor, UNetQuantization};
 pub use quark::check_layer as check_quark_layer;
 pub use write::WrittenPart;
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::{Component, SourceError, quark};
 use crate::dtype::DType;
-use crate::graph::{NumericsConvention, Range, TensorFormat};
+use crate::graph::{Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
     LOW_RANK, LayerActivity, LayerErrors, LowRankError, LowRankOptions, Observer, QuantizedWeight,
@@ -32,13 +32,22 @@ pub struct UNetQuantization {
     pub stored: Quantization,
     /// Weights are rounded to this type first, and those that stay in float are not wider.
     pub weights_dtype: DType,
-    /// What decides the ranges of weights.
-    pub observer: Observer,
-    /// Whether HQQ chooses the minimums of codes.
-    pub is_hqq: bool,
+    /// How weights are rounded.
+    pub rounding: LayerRounding,
+    /// Of layers whose weights are rounded otherwise, by their paths.
+    pub roundings: BTreeMap<String, LayerRounding>,
     pub layout: QuantizedLayout,
     /// What is done with the weights of some layers beside, by their paths.
     pub plans: BTreeMap<String, LayerPlan>,
+}
+
+/// How a weight is rounded, as far as no plan of its layer says it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LayerRounding {
+    /// What decides the range of each scale.
+    pub observer: Observer,
+    /// Whether HQQ chooses the minimums of codes.
+    pub is_hqq: bool,
 }
 
 /// What is done with the weight of a layer before it is quantized.
@@ -297,12 +306,13 @@ impl UNetQuantization {
         }
         let options = plan.and_then(|plan| plan.low_rank.as_ref());
         let hessian = plan.and_then(|plan| plan.hessian_of_input());
+        let of_layer = self.roundings.get(layer).unwrap_or(&self.rounding);
         let rounding = WeightRounding {
-            observer: self.observer,
+            observer: of_layer.observer,
             algorithm: match (plan.and_then(|plan| plan.scales.as_deref()), &hessian) {
                 (Some(scales), _) => RoundingAlgorithm::Given(scales),
                 (None, Some(hessian)) => RoundingAlgorithm::Gptq(hessian),
-                (None, None) if self.is_hqq => RoundingAlgorithm::Hqq,
+                (None, None) if of_layer.is_hqq => RoundingAlgorithm::Hqq,
                 (None, None) => RoundingAlgorithm::Nearest,
             },
         };
@@ -468,12 +478,9 @@ fn stood_for(
 /// The type in which weights of a format that is stored are quantized: that of their scales, where the convention leaves it
 /// open.
 fn scale_type(format: TensorFormat) -> Option<DType> {
-    match (format.range, format.convention) {
-        (
-            Range::Stored(dtype),
-            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark,
-        ) => Some(dtype),
-        (Range::Stored(_), _) => Some(DType::F32),
-        (Range::Dynamic | Range::Static(_), _) => None,
+    match format.range {
+        Range::Stored(dtype) if format.convention.is_of_programs() => Some(dtype),
+        Range::Stored(_) => Some(DType::F32),
+        Range::Dynamic | Range::Static(_) => None,
     }
 }
