@@ -336,7 +336,7 @@ fn calibration_that_cannot_be_is_refused() {
                 WITHOUT_LINEAR_LAYERS,
                 SMALL,
             ],
-            "quantization_algorithm=gptq has no effect: it is one of linear layers, and all 31 layers that are quantized are \
+            "quantization_algorithm=gptq has no effect: it is one of linear layers, and all 31 layers that it is to round are \
              convolutions",
         ),
         (

@@ -118,7 +118,7 @@ fn what_is_shown_loads_again() {
     let c = with(&[
         "prompt=['a','b']",
         "quantization=int8",
-        "quant_rules=[{path: x, mode: none}, {path: y, mode: w4a16, observer: mse, algorithm: awq}]",
+        "quant_rules=[{path: x, mode: none}, {path: z, mode: w4a16, observer: mse, algorithm: awq}]",
         "unet_config.dropout=0",
     ]);
     // JSON is YAML.
