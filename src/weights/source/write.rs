@@ -17,8 +17,8 @@ use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::cast::has_infinity;
 use crate::weights::matching::is_parameter;
 use crate::weights::quantized::CONFIG_KEY;
-use crate::weights::save::{check_free_space, pytorch_metadata, write_error};
-use crate::weights::{Checkpoint, TensorSpec, WeightsError, save_streaming};
+use crate::weights::save::{ScatteredFile, check_free_space, pytorch_metadata, write_error};
+use crate::weights::{Checkpoint, TensorSpec, WeightsError};
 
 /// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -324,20 +324,24 @@ fn write_part(
     wrote: &mut dyn FnMut(u64),
 ) -> Result<Vec<(String, usize)>, SourceError> {
     let mut overflown = Vec::new();
-    save_streaming(
-        &folder.join(part.weights_file()),
-        specs,
-        &pytorch_metadata(),
-        |spec| {
-            let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
-            if let Some(count) = infinities(&tensor)? {
-                overflown.push((format!("{part}/{}", spec.name), count));
-            }
+    let path = folder.join(part.weights_file());
+    let mut file = ScatteredFile::create(&path, specs, &pytorch_metadata())?;
+    let wanted = specs.iter().map(|spec| (&spec.name, spec.shape.dtype));
+    let wanted: Vec<(&String, DType)> = wanted.collect();
+    component
+        .checkpoint
+        .read_all_with(&wanted, |name, tensor| {
+            let count = infinities(tensor).map_err(|source| WeightsError::Fetch {
+                path: path.clone(),
+                tensor: name.to_owned(),
+                source: source.into(),
+            })?;
+            overflown.extend(count.map(|count| (format!("{part}/{name}"), count)));
+            file.write(name, &tensor.data)?;
             wrote(tensor.data.len() as u64);
-            Ok(tensor.data.into())
-        },
-    )
-    .map_err(blame_source)?;
+            Ok::<_, SourceError>(())
+        })?;
+    file.finish()?;
     Ok(overflown)
 }
 
