@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::common::{Golden, distance, keep_programs, without_optimizations};
+use crate::common::{Golden, distance, json, keep_programs, program, without_optimizations};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Granularity, NumericsConvention, TensorFormat, evaluate, grad};
 use maxdiff::quant::fake_quantize;
@@ -160,6 +160,17 @@ fn scales_that_training_learns_are_stored_by_quantize() {
         let expected: Vec<f32> = logs.iter().map(|log| log.exp()).collect();
         assert_eq!(scale, &expected, "{name}");
     }
+    // The recipe says what the UNet is, and the folder how its weights are stored, for programs that need no weights too.
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
+    let named = format!("pretrained_model_name_or_path={output}");
+    let words = ["--json", "--step=denoise", "hardware=cpu"];
+    let mut lower = program(["lower"]);
+    let lowered = lower.arg(tiny).args(words).arg(named).output();
+    let lowered = json(&lowered.unwrap());
+    let scales = quantized
+        .keys()
+        .filter(|name| name.ends_with(".weight_scale"));
+    assert_eq!(lowered["quantized"], scales.count());
     let other = dir.path().join("other").display().to_string();
     for (verb, words, said) in [
         ("generate", &int4[..], "scales that were trained"),

@@ -119,6 +119,21 @@ impl Config {
         Ok(dict)
     }
 
+    /// What says how the denoiser's weights are stored, and where it is written: the `config.json` in the folder
+    /// `pretrained_model_name_or_path`, also where `unet_config` says what the UNet is, else [`Config::denoiser_config_json`].
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not a JSON object, or a name that is neither a folder nor a known model.
+    pub fn stored_denoiser_config(&self) -> Result<(String, Map<String, Value>), ConfigErrors> {
+        match self.folder_denoiser_config() {
+            Some(file) => {
+                let fields = read_json(&file, "pretrained_model_name_or_path")?;
+                Ok((file.display().to_string(), fields))
+            }
+            None => Ok((self.denoiser_config_place(), self.denoiser_config_json()?)),
+        }
+    }
+
     fn pretrained_denoiser_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let key = "pretrained_model_name_or_path";
         let name = &self.pretrained_model_name_or_path;

@@ -15,15 +15,16 @@ use super::formats::{
 use super::model::is_described;
 use super::{Notice, Notify, RecipeError};
 
-/// How the checkpoint that the configuration names stores its denoiser's weights, by its `config.json` alone; `None` for
-/// float weights, and for a model that is not described here.
-fn described_quantization(config: &Config) -> Result<Option<Quantization>, RecipeError> {
+/// How the checkpoint that the configuration names stores its denoiser's weights, by its `config.json` alone, and where that is;
+/// `None` for float weights, and for a model that is not described here.
+fn described_quantization(config: &Config) -> Result<Option<(Quantization, String)>, RecipeError> {
     if !is_described(config) {
         return Ok(None);
     }
-    let place = config.denoiser_config_place();
-    let fields = config.denoiser_config_json()?;
-    Quantization::of_config(Path::new(&place), &fields).map_err(RecipeError::failed)
+    let (place, fields) = config.stored_denoiser_config()?;
+    let stored =
+        Quantization::of_config(Path::new(&place), &fields).map_err(RecipeError::failed)?;
+    Ok(stored.map(|stored| (stored, place)))
 }
 
 /// [`policy_of_checkpoint`] for the checkpoint that the configuration names, whose weights need not be here.
@@ -34,15 +35,13 @@ pub fn described_policy(
     config: &Config,
     family: &FamilySpec,
 ) -> Result<Option<Policy>, RecipeError> {
-    let stored = described_quantization(config)?;
-    if stored.is_none() {
+    let Some((stored, place)) = described_quantization(config)? else {
         // Recorded scales are inputs of the program, whose values it need not know.
         let policy = policy(config, family, 0)?;
         check_weights_alone(policy.as_ref(), Recorded::AreInputs)?;
         return Ok(policy);
-    }
-    let place = config.denoiser_config_place();
-    policy_of_checkpoint(config, stored.as_ref(), Path::new(&place), family)
+    };
+    policy_of_checkpoint(config, Some(&stored), Path::new(&place), family)
 }
 
 /// Refuses a quantization the chip has no units for, and tells of one that gains no time there.
@@ -61,7 +60,7 @@ pub fn check_formats(
     // Weights alone are multiplied in the activations' type.
     let activations: Vec<TensorFormat> =
         match (config.quantization, described_quantization(config)?) {
-            (config::Quantization::Off, Some(stored)) => {
+            (config::Quantization::Off, Some((stored, _))) => {
                 let layers = stored.layers.values();
                 layers.filter_map(|layer| layer.activation).collect()
             }
