@@ -150,6 +150,9 @@ fn a_format_that_saves_no_time_on_a_chip_is_told() {
     }
     let faster = told(&["compile_topology=tpu7x-2", "quantization=fp8"]);
     assert!(!faster.contains("saves memory"), "{faster}");
+    // int4 in groups is multiplied as floats, so a chip without products of integers takes it.
+    let grouped = ["quantization=w4a4", "quantization_granularity=16"];
+    told(&[&grouped[..], &["compile_topology=tpu7x-2"]].concat());
 }
 
 /// A limit on the size of files stands for a full disk.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::config::{self, Config};
-use crate::graph::TensorFormat;
+use crate::graph::{Granularity, TensorFormat};
 use crate::models::FamilySpec;
 use crate::quant::Policy;
 use crate::topology::{Chip, Format};
@@ -66,8 +66,11 @@ pub fn check_formats(
             }
             _ => activation_formats(config)?,
         };
+    // Those that groups of features have scales for are multiplied as floats.
+    let is_grouped = |format: &TensorFormat| matches!(format.granularity, Granularity::Group(_));
     for (format, is_float) in [(Format::Int8, false), (Format::Fp8, true)] {
-        if !activations.iter().any(|a| a.element.is_float() == is_float) {
+        let mut products = activations.iter().filter(|format| !is_grouped(format));
+        if !products.any(|format| format.element.is_float() == is_float) {
             continue;
         }
         let speedup = chip
