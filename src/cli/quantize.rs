@@ -145,7 +145,7 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
             sum.bits(),
             sum.bytes as f64 / 1e6,
             sum.source_bytes as f64 / 1e6,
-            match percent_of_flops(report, sum.flops) {
+            match report.percent_of_flops(sum.flops) {
                 Some(percent) => format!(", {percent:.2} % of the operations"),
                 None => String::new(),
             }
@@ -195,11 +195,6 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
         text.push_str(&format!("  {part}: {tensors} tensors, {megabytes:.1} MB\n"));
     }
     text
-}
-
-/// So many operations of a run of the denoiser in percent of all, where they are known.
-fn percent_of_flops(report: &QuantizeReport, flops: Option<u64>) -> Option<f64> {
-    Some(report.flops.as_ref()?.percent(flops?))
 }
 
 /// The operations that are not quantized, and what all are of.
@@ -311,13 +306,13 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "bytes": sum.bytes,
             "source_bytes": sum.source_bytes,
             "flops": sum.flops,
-            "flops_percent": percent_of_flops(report, sum.flops),
+            "flops_percent": report.percent_of_flops(sum.flops),
         })
     });
     let flops = report.flops.as_ref().map(|flops| {
         let [height, width] = flops.image_size;
         let share =
-            |of: Option<u64>| json!({"flops": of, "flops_percent": percent_of_flops(report, of)});
+            |of: Option<u64>| json!({"flops": of, "flops_percent": report.percent_of_flops(of)});
         json!({
             "height": height,
             "width": width,

@@ -167,6 +167,11 @@ impl QuantizeReport {
         Some(self.flops.as_ref()?.of_layers().saturating_sub(quantized))
     }
 
+    /// So many operations in percent of all, where [`QuantizeReport::flops`] are known.
+    pub fn percent_of_flops(&self, flops: Option<u64>) -> Option<f64> {
+        Some(self.flops.as_ref()?.percent(flops?))
+    }
+
     /// The rules without those that a plan made, of which each layer has one.
     pub fn given_rules(&self) -> impl Iterator<Item = &RuleMatch> {
         let of_plan = self.plan.as_ref().map_or(&[][..], |plan| &plan.rules.0);

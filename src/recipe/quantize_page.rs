@@ -143,10 +143,8 @@ fn of_candidates(report: &QuantizeReport) -> Vec<Line> {
 /// What is in each format, and which share of the denoiser's operations, where they are known.
 fn formats_table(report: &QuantizeReport) -> String {
     let percent = |flops: Option<u64>| {
-        let known = report.flops.as_ref().zip(flops);
-        known.map_or_else(String::new, |(all, flops)| {
-            format!("{:.2}", all.percent(flops))
-        })
+        let known = report.percent_of_flops(flops);
+        known.map_or_else(String::new, |percent| format!("{percent:.2}"))
     };
     let mut text = "<h2>Formats</h2>\n<table><tr><th>format</th><th>layers</th><th>bits a weight with scales</th><th>bytes</th>\
                     <th>% of the operations</th></tr>\n"
