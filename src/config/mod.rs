@@ -32,7 +32,10 @@ pub use meant::meant;
 pub use model::builtin_unet_config;
 pub use quant::{QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
 pub use recipes::{RECIPES, Recipe};
-pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
+pub use schema::{
+    Calibration, Config, DEFAULT_GPU_MEMORY_FRACTION, LoraConfig, MOST_IMAGES, SchedulerConfig,
+    TimestepBias,
+};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FolderWeights, FreeDict,
     FreeList, Hardware, LossWeighting, MaskedLoss, MeshAxes, ModelConfig, OneOrMore, OptimizerType,

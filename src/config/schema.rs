@@ -36,6 +36,9 @@ use crate::models::Family;
 /// Most devices, slices, or examples for a device: more are a slip of the keyboard, and products of them are counted.
 const MOST: f64 = 65_536.0;
 
+/// XLA's own default, and JAX's.
+pub const DEFAULT_GPU_MEMORY_FRACTION: f64 = 0.75;
+
 /// Most images of one call.
 pub const MOST_IMAGES: u64 = 100_000;
 
@@ -449,6 +452,11 @@ schema! {
         /// Number of virtual devices that the CPU is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOrBetween(1.0, MOST),
             when Is("hardware", &["cpu", "auto"]), is [NotAnOption];
+        /// Share of a GPU's memory that is taken at the start, and never exceeded. A smaller one leaves room for other programs on
+        /// the same GPU.
+        gpu_memory_fraction: f64 = DEFAULT_GPU_MEMORY_FRACTION, Ours, &[Verb::Train, Verb::Generate, Verb::Quantize, Verb::ModuleRun],
+            in AboveUpTo(0.0, 1.0),
+            when Is("hardware", &["gpu", "auto"]), is [NotAnOption];
         /// Topology to compile for, which need not be here: `v5e-256`, `h200`. Empty: the devices of this
         /// machine.
         compile_topology: String = String::new(), Ours, AHEAD;

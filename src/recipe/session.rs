@@ -1,6 +1,6 @@
 //! The devices of this machine that `hardware` asks for.
 
-use crate::config::{Config, Hardware};
+use crate::config::{Config, DEFAULT_GPU_MEMORY_FRACTION, Hardware};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind, TryLoad};
 use crate::pjrt::{Kernels, NamedValue, Plugin, has_tpu};
 use crate::runtime::{ExecutableCache, RuntimeError, Session};
@@ -138,16 +138,7 @@ fn open(
     notify: &mut Notify<'_>,
 ) -> Result<Session, RecipeError> {
     let plugin = Plugin::load(&installed.library).map_err(RecipeError::failed)?;
-    let mut options = Vec::new();
-    if installed.kind == PluginKind::Cpu {
-        let devices = config.num_devices.max(1);
-        options.push(("cpu_device_count".to_string(), NamedValue::Int64(devices)));
-    } else if config.num_devices > 0 {
-        return Err(RecipeError::Usage(format!(
-            "num_devices={} splits a CPU into virtual devices; on {} all devices are used: leave it at -1",
-            config.num_devices, installed.kind
-        )));
-    }
+    let options = client_options(config, installed.kind)?;
     let session = Session::open(
         &plugin,
         &options,
@@ -169,6 +160,36 @@ fn open(
         )));
     }
     Ok(session)
+}
+
+/// What the plugin is told when its client is created.
+fn client_options(
+    config: &Config,
+    kind: PluginKind,
+) -> Result<Vec<(String, NamedValue)>, RecipeError> {
+    if config.num_devices > 0 && kind != PluginKind::Cpu {
+        return Err(RecipeError::Usage(format!(
+            "num_devices={} splits a CPU into virtual devices; on {kind} all devices are used: leave it at -1",
+            config.num_devices
+        )));
+    }
+    if config.gpu_memory_fraction != DEFAULT_GPU_MEMORY_FRACTION && kind != PluginKind::Cuda {
+        return Err(RecipeError::Usage(format!(
+            "gpu_memory_fraction={} is for GPUs, and this runs on {kind}: leave it out",
+            config.gpu_memory_fraction
+        )));
+    }
+    Ok(match kind {
+        PluginKind::Cpu => {
+            let devices = config.num_devices.max(1);
+            vec![("cpu_device_count".to_string(), NamedValue::Int64(devices))]
+        }
+        PluginKind::Cuda => {
+            let fraction = config.gpu_memory_fraction as f32;
+            vec![("memory_fraction".to_string(), NamedValue::Float(fraction))]
+        }
+        PluginKind::Tpu => Vec::new(),
+    })
 }
 
 /// The error of a plugin whose hardware is not in this machine, with what to do.
@@ -197,6 +218,27 @@ pub fn program_cache(jax_cache_dir: &str) -> Option<ExecutableCache> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clients_are_told_what_their_hardware_knows() {
+        let mut config = Config::default();
+        let told =
+            |config: &Config, kind| client_options(config, kind).map(|told| format!("{told:?}"));
+        let of_kinds = |config: &Config| {
+            [PluginKind::Cpu, PluginKind::Cuda, PluginKind::Tpu]
+                .map(|kind| told(config, kind).is_ok())
+        };
+        assert_eq!(of_kinds(&config), [true; 3]);
+        config.gpu_memory_fraction = 0.5;
+        assert_eq!(of_kinds(&config), [false, true, false]);
+        let gpu = told(&config, PluginKind::Cuda).unwrap();
+        assert_eq!(gpu, "[(\"memory_fraction\", Float(0.5))]");
+        config = Config::default();
+        config.num_devices = 2;
+        assert_eq!(of_kinds(&config), [true, false, false]);
+        let cpu = told(&config, PluginKind::Cpu).unwrap();
+        assert_eq!(cpu, "[(\"cpu_device_count\", Int64(2))]");
+    }
 
     #[test]
     fn auto_takes_the_first_hardware_whose_plugin_is_here() {
