@@ -2,8 +2,8 @@
 //!
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
 //! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
-//! [`match_parameters`] compares a checkpoint with what a model declares. [`save`] and
-//! [`save_streaming`] replace a file atomically. [`source`] finds the parts of a Stable Diffusion
+//! [`match_parameters`] compares a checkpoint with what a model declares. [`save`] replaces a file
+//! atomically. [`source`] finds the parts of a Stable Diffusion
 //! model, whichever layout it comes in; [`lora`] adds low-rank updates to its weights.
 //!
 //! Files are not trusted: every length is checked before memory is asked for, and formats that run
@@ -32,7 +32,7 @@ pub use header::TensorSpec;
 pub use matching::{MismatchError, Misshapen, MissingTensor, match_parameters};
 pub use open::Checkpoint;
 pub(crate) use open::{Choice, choose, is_pickle, parse_index};
-pub use save::{FetchError, TensorView, save, save_new, save_streaming};
+pub use save::{FetchError, TensorView, save, save_new};
 
 /// Why a checkpoint could not be opened, read or written.
 #[derive(Debug, thiserror::Error)]

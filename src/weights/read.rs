@@ -415,7 +415,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::weights::{TensorSpec, TensorView, save, save_streaming};
+    use crate::weights::{TensorView, save};
 
     fn write(path: &Path, name: &str, dtype: DType, data: &[u8]) -> Checkpoint {
         let view = TensorView {
@@ -500,17 +500,16 @@ mod tests {
     /// `count` tensors of f32, the i-th of i elements i.
     fn many(dir: &Path, count: usize) -> Checkpoint {
         let path = dir.join("many.safetensors");
-        let specs: Vec<TensorSpec> = (0..count)
-            .map(|i| TensorSpec {
-                name: format!("t{i}"),
-                shape: crate::shape::Shape::new(DType::F32, [i]),
-            })
+        let tensors: Vec<(String, [usize; 1], Vec<u8>)> = (0..count)
+            .map(|i| (format!("t{i}"), [i], (i as f32).to_le_bytes().repeat(i)))
             .collect();
-        save_streaming(&path, &specs, &BTreeMap::new(), |spec| {
-            let value = spec.shape.dims[0] as f32;
-            Ok(value.to_le_bytes().repeat(spec.shape.dims[0]).into())
-        })
-        .unwrap();
+        let views = tensors.iter().map(|(name, dims, data)| TensorView {
+            name,
+            dtype: DType::F32,
+            dims,
+            data,
+        });
+        save(&path, views, &BTreeMap::new()).unwrap();
         Checkpoint::open(&path).unwrap()
     }
 
@@ -629,16 +628,17 @@ mod tests {
         let path = dir.path().join("model.safetensors");
         // As SDXL's UNet: most bytes in matrices of 3 to 26 MB, most tensors small.
         let sizes = [13_107_200, 6_553_600, 1_638_400, 1_280, 1_280, 2_560];
-        let specs: Vec<TensorSpec> = (0..150)
-            .map(|i| TensorSpec {
-                name: format!("t{i:03}"),
-                shape: crate::shape::Shape::new(DType::F16, [sizes[i % sizes.len()]]),
-            })
+        let data = vec![0x3c; 2 * sizes[0]];
+        let tensors: Vec<(String, [usize; 1])> = (0..150)
+            .map(|i| (format!("t{i:03}"), [sizes[i % sizes.len()]]))
             .collect();
-        save_streaming(&path, &specs, &BTreeMap::new(), |spec| {
-            Ok(vec![0x3c; spec.shape.bytes()].into())
-        })
-        .unwrap();
+        let views = tensors.iter().map(|(name, dims)| TensorView {
+            name,
+            dtype: DType::F16,
+            dims,
+            data: &data[..2 * dims[0]],
+        });
+        save(&path, views, &BTreeMap::new()).unwrap();
         let file = Checkpoint::open(&path).unwrap();
         let gigabytes = std::fs::metadata(&path).unwrap().len() as f64 / 1e9;
         // Ticks of 10 ms that all threads of this process worked.

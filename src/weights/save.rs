@@ -68,39 +68,15 @@ fn save_views<'a>(
         });
         data.insert(tensor.name, tensor.data);
     }
-    save_specs(path, &specs, metadata, existing, |spec| {
-        Ok(Cow::Borrowed(
-            data.get(spec.name.as_str()).copied().unwrap_or_default(),
-        ))
-    })
-}
-
-/// As [`save`], asking `fetch` for each tensor's bytes when they are to be written, so that a model
-/// on a device needs one tensor at a time in host memory.
-///
-/// # Errors
-/// As [`save`], and errors of `fetch`.
-pub fn save_streaming<'a>(
-    path: &Path,
-    specs: &[TensorSpec],
-    metadata: &BTreeMap<String, String>,
-    fetch: impl FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError>,
-) -> Result<(), WeightsError> {
-    save_specs(path, specs, metadata, Existing::Replace, fetch)
-}
-
-fn save_specs<'a>(
-    path: &Path,
-    specs: &[TensorSpec],
-    metadata: &BTreeMap<String, String>,
-    existing: Existing,
-    fetch: impl FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError>,
-) -> Result<(), WeightsError> {
-    let plan = FilePlan::new(path, specs, metadata)?;
+    let plan = FilePlan::new(path, &specs, metadata)?;
     check_free_space(path, parent_of(path), plan.bytes)?;
     let io = |source| write_error(path, plan.bytes, source);
     let mut file = AtomicFile::create(path, Access::Umask).map_err(io)?;
-    plan.write(path, &mut file, fetch)?;
+    plan.write(path, &mut file, |spec| {
+        Ok(Cow::Borrowed(
+            data.get(spec.name.as_str()).copied().unwrap_or_default(),
+        ))
+    })?;
     file.commit(path, existing, Durability::Synced).map_err(io)
 }
 
@@ -305,7 +281,14 @@ mod tests {
 
     fn save_all(path: &Path, specs: &[TensorSpec]) -> Result<(), WeightsError> {
         let metadata = BTreeMap::from([("format".into(), "pt".into()), ("a".into(), "1".into())]);
-        save_streaming(path, specs, &metadata, |spec| Ok(bytes_of(spec).into()))
+        let data: Vec<Vec<u8>> = specs.iter().map(bytes_of).collect();
+        let views = specs.iter().zip(&data).map(|(spec, data)| TensorView {
+            name: &spec.name,
+            dtype: spec.shape.dtype,
+            dims: &spec.shape.dims,
+            data,
+        });
+        save(path, views, &metadata)
     }
 
     fn files(dir: &Path) -> Vec<String> {
@@ -348,19 +331,23 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_source_leaves_the_old_file() {
+    fn a_tensor_that_cannot_be_written_leaves_the_old_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         fs::write(&path, "old").unwrap();
-        let error = save_streaming(&path, &specs(), &BTreeMap::new(), |spec| {
-            match spec.name.as_str() {
-                "b" => Err("the device is gone".into()),
-                _ => Ok(bytes_of(spec).into()),
-            }
-        })
-        .unwrap_err();
+        // The first of the file is written by then.
+        let view = |name, data| TensorView {
+            name,
+            dtype: DType::F32,
+            dims: &[2],
+            data,
+        };
+        let views = [view("a", &[0; 8]), view("b", &[0; 7])];
+        let error = save(&path, views, &BTreeMap::new()).unwrap_err();
         assert!(
-            error.to_string().ends_with("tensor b: the device is gone"),
+            error
+                .to_string()
+                .ends_with("tensor b: f32[2] takes 8 bytes, 7 given"),
             "{error}"
         );
         assert_eq!(fs::read(&path).unwrap(), b"old");
@@ -480,14 +467,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         fs::write(&path, "old").unwrap();
-        let specs = [TensorSpec {
-            name: "huge".to_owned(),
-            shape: Shape::new(DType::U8, [1_usize << 60]),
-        }];
-        let error = save_streaming(&path, &specs, &BTreeMap::new(), |_| {
-            Err("asked for bytes that cannot fit".into())
-        })
-        .unwrap_err();
+        // That it has no bytes would be told when it is written.
+        let huge = TensorView {
+            name: "huge",
+            dtype: DType::U8,
+            dims: &[1 << 60],
+            data: &[],
+        };
+        let error = save(&path, [huge], &BTreeMap::new()).unwrap_err();
         assert!(
             matches!(error, WeightsError::NoSpace { free: Some(_), .. }),
             "{error}"
