@@ -248,21 +248,7 @@ impl TensorFormat {
                 NumericsConvention::Nf4 => 1.0,
                 _ => 6.0,
             },
-            integers => {
-                let (lowest, highest) = integers.integer_range();
-                match self.convention {
-                    NumericsConvention::Narrow => highest,
-                    NumericsConvention::Aqt
-                    | NumericsConvention::Qwix
-                    | NumericsConvention::Quark
-                    | NumericsConvention::Gguf
-                    | NumericsConvention::Nf4
-                    | NumericsConvention::Mx
-                    | NumericsConvention::MxE2M3
-                    | NumericsConvention::MxE3M2
-                    | NumericsConvention::Nv => (highest - lowest) / 2.0,
-                }
-            }
+            _ => self.bound_and_ends_of_integers().0,
         }
     }
 
@@ -271,9 +257,16 @@ impl TensorFormat {
         if self.element.is_float() {
             return [-self.bound(), self.bound()];
         }
+        self.bound_and_ends_of_integers().1
+    }
+
+    /// [`TensorFormat::bound`] and [`TensorFormat::ends`] where elements are integers.
+    fn bound_and_ends_of_integers(self) -> (f64, [f64; 2]) {
         let (lowest, highest) = self.element.integer_range();
+        let half_a_step_above = (highest - lowest) / 2.0;
         match self.convention {
-            NumericsConvention::Aqt | NumericsConvention::Narrow => [-highest, highest],
+            NumericsConvention::Narrow => (highest, [-highest, highest]),
+            NumericsConvention::Aqt => (half_a_step_above, [-highest, highest]),
             NumericsConvention::Qwix
             | NumericsConvention::Quark
             | NumericsConvention::Gguf
@@ -281,7 +274,7 @@ impl TensorFormat {
             | NumericsConvention::Mx
             | NumericsConvention::MxE2M3
             | NumericsConvention::MxE3M2
-            | NumericsConvention::Nv => [lowest, highest],
+            | NumericsConvention::Nv => (half_a_step_above, [lowest, highest]),
         }
     }
 
