@@ -1,13 +1,11 @@
 //! The record of a training run in its checkpoints, and whether it may resume from one.
 
-use std::collections::BTreeMap;
-
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::config::{Config, Derived, Quantization, Resume};
 use crate::models::unet::ROOT as UNET;
 use crate::models::{Denoiser, DiffusionModel, Part};
-use crate::train::checkpoint::{BATCH_SIZE, BATCHES_OF_STEP, SavedCheckpoint};
+use crate::train::checkpoint::{BATCH_SIZE, BATCHES_OF_STEP, SavedCheckpoint, samples_of_step};
 use crate::train::schedule::LearningRate;
 use crate::train::{
     EMA_SUFFIX, InversionOptions, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile,
@@ -205,10 +203,7 @@ pub(super) fn check_saved(
         .state()
         .check_resume(&options.config, &defaults)
         .map_err(RecipeError::failed)?;
-    let samples = |config: &BTreeMap<String, Value>| {
-        [BATCH_SIZE, BATCHES_OF_STEP].map(|key| config.get(key).and_then(Value::as_u64))
-    };
-    let [before, now] = [&saved.state().config, &options.config].map(samples);
+    let [before, now] = [&saved.state().config, &options.config].map(samples_of_step);
     if let ([Some(size), Some(count)], [Some(new_size), Some(new_count)]) = (before, now)
         && before != now
     {

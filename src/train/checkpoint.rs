@@ -39,6 +39,7 @@ use lock::Lock;
 pub(in crate::train) use state::BATCHES;
 pub use state::{
     BATCH_SIZE, BATCHES_OF_STEP, FieldMismatch, ResumeMismatch, TrainState, config_sha256,
+    samples_of_step,
 };
 use state::{Manifest, ManifestFile, check_paths};
 

@@ -59,10 +59,11 @@ impl TrainState {
     /// The number of the batch that the run goes on with, where its batches are those of `config`: after as many samples as the
     /// run has had, rounded up to a whole batch.
     pub fn next_batch(&self, config: &BTreeMap<String, Value>) -> u64 {
-        let [size, before] = [config, &self.config].map(|config| size_of(config, BATCH_SIZE));
+        let numbers = |config| samples_of_step(config).map(|number| number.unwrap_or(1).max(1));
+        let [[size, _], [before, count]] = [config, &self.config].map(numbers);
         let had = self.data[BATCHES].as_u64();
         // Earlier versions kept no count; a run had the same batches all along.
-        let had = had.unwrap_or_else(|| self.step * size_of(&self.config, BATCHES_OF_STEP));
+        let had = had.unwrap_or_else(|| self.step * count);
         let samples = u128::from(had) * u128::from(before);
         u64::try_from(samples.div_ceil(u128::from(size))).unwrap_or(u64::MAX)
     }
@@ -108,10 +109,9 @@ impl TrainState {
     }
 }
 
-/// A number of samples or batches in a configuration; 1 where it has none.
-fn size_of(config: &BTreeMap<String, Value>, key: &str) -> u64 {
-    let size = config.get(key).and_then(Value::as_u64);
-    size.unwrap_or(1).max(1)
+/// The samples of a batch and the batches of a step, where a configuration has them.
+pub fn samples_of_step(config: &BTreeMap<String, Value>) -> [Option<u64>; 2] {
+    [BATCH_SIZE, BATCHES_OF_STEP].map(|key| config.get(key).and_then(Value::as_u64))
 }
 
 /// A configuration field with another value than in the checkpoint; none where it is not set.
