@@ -653,27 +653,38 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
     assert_eq!(names(dir.path()), ["model"]);
 }
 
+/// The weights of the UNet of [`model`] before they are quantized in `dir`, after it, and the report.
+fn quantized_unet(dir: &Path, words: &[&str]) -> ([Checkpoint; 2], Value) {
+    let source = model(dir);
+    let output = dir.join("out");
+    let report = quantized(&source, &output, words);
+    let floats = Checkpoint::open(&source.join("unet")).unwrap();
+    let mut described = ModelSource::open(&output).unwrap();
+    let unet = described.components.remove(&Part::Unet).unwrap();
+    ([floats, unet.checkpoint], report)
+}
+
+/// int4 with a scale for 4 input features.
+fn int4_in_groups(convention: NumericsConvention) -> TensorFormat {
+    TensorFormat {
+        element: DType::S4,
+        granularity: Granularity::Group(4),
+        ..TensorFormat::int8(convention)
+    }
+}
+
 /// The observer of a rule decides the ranges of the weights of its layers, and that of the configuration those of the others.
 #[test]
 fn rules_have_observers() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path());
-    let output = dir.path().join("out");
     let words = [
         "quantization=w4a16",
         "quantization_granularity=4",
         "quantization_observer=power_of_two",
         "quant_rules=[{path: '.*conv1', mode: w4a16, granularity: 4, observer: mse}]",
     ];
-    quantized(&source, &output, &words);
-    let floats = Checkpoint::open(&source.join("unet")).unwrap();
-    let described = ModelSource::open(&output).unwrap();
-    let described = &described.components[&Part::Unet].checkpoint;
-    let format = TensorFormat {
-        element: DType::S4,
-        granularity: Granularity::Group(4),
-        ..TensorFormat::int8(NumericsConvention::Aqt)
-    };
+    let ([floats, described], _) = quantized_unet(dir.path(), &words);
+    let format = int4_in_groups(NumericsConvention::Aqt);
     for (layer, [own, other]) in [
         ("conv1", [ObserverKind::Mse, ObserverKind::PowerOfTwo]),
         ("conv2", [ObserverKind::PowerOfTwo, ObserverKind::Mse]),
@@ -692,19 +703,14 @@ fn rules_have_observers() {
 #[test]
 fn int4_weights_share_bytes() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path());
-    let output = dir.path().join("out");
     let words = [
         "quantization=w4a16",
         "quantization_granularity=4",
         "quantization_numerics=quark",
         "quant_rules=[{path: '.*conv2', mode: int8_w8a16, granularity: tensor}]",
     ];
-    let report = quantized(&source, &output, &words);
-    let file = Checkpoint::open(&output.join("unet")).unwrap();
-    let described = ModelSource::open(&output).unwrap();
-    let described = &described.components[&Part::Unet].checkpoint;
-    let floats = Checkpoint::open(&source.join("unet")).unwrap();
+    let ([floats, described], report) = quantized_unet(dir.path(), &words);
+    let file = Checkpoint::open(&dir.path().join("out/unet")).unwrap();
     let name = "down_blocks.0.resnets.0.conv1.weight";
     let shape = floats.info(name).unwrap();
     let [out, inputs, height, width] = shape.dims[..] else {
@@ -715,11 +721,7 @@ fn int4_weights_share_bytes() {
         format!("u8[{out},{},{height},{width}]", inputs / 2)
     );
     let float = cast(floats.read(name).unwrap(), DType::BF16).unwrap();
-    let format = TensorFormat {
-        element: DType::S4,
-        granularity: Granularity::Group(4),
-        ..TensorFormat::int8(NumericsConvention::Quark)
-    };
+    let format = int4_in_groups(NumericsConvention::Quark);
     let expected = quantize_weight(&float, format).unwrap();
     let found = described.read(name).unwrap();
     assert_eq!(found, expected.values);
