@@ -11,8 +11,8 @@ of a program take. Prints a line of Markdown table for each case as soon as it i
 import argparse
 import pathlib
 import sys
-import tempfile
 
+import speed
 from speed import ROOT, last_json
 
 LATENTS = 128
@@ -26,12 +26,8 @@ def torch(folder, images, mode):
 
 
 def ours(arguments, images, quantization, steps):
-    with tempfile.TemporaryDirectory() as out:
-        return last_json([
-            arguments.program, "generate", ROOT / "configs/base_xl.yml", f"pretrained_model_name_or_path={arguments.folder}",
-            "hardware=gpu", "prompt=a lighthouse", f"height={8 * LATENTS}", f"width={8 * LATENTS}",
-            f"num_inference_steps={steps}", f"num_images_per_prompt={images}",
-            f"quantization={quantization}", f"output_dir={out}", "run_name=gpu", "--json"])
+    return speed.ours(arguments.program, "base_xl.yml", arguments.folder, LATENTS, 2, steps,
+                      "hardware=gpu", f"num_images_per_prompt={images}", f"quantization={quantization}")
 
 
 def main():
