@@ -1,7 +1,7 @@
 //! Derivatives of convolutions in int8.
 
 use super::*;
-use crate::graph::{ConvDims, Graph};
+use crate::graph::{ConvDims, Graph, grad};
 
 /// What the derivatives of a convolution are multiplied in.
 #[derive(Clone, Copy, PartialEq)]
