@@ -3,6 +3,7 @@
 mod buckets;
 mod dreambooth;
 mod kills;
+mod low_rank;
 mod mix;
 mod runs;
 mod text;
@@ -112,6 +113,7 @@ impl<'a> Run<'a> {
             prior_loss_weight: None,
             lora,
             inversion: inversion.clone(),
+            trains_low_rank: false,
             train_text_encoder: trains_text,
             quantization: None,
             fake_quantization: None,

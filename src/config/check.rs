@@ -106,6 +106,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 .into(),
         ));
     }
+    low_rank_factors(config, &mut found);
     if config.optimizer_type == OptimizerType::Prodigy && config.lora_plus_ratio != 1.0 {
         found.push((
             vec!["lora_plus_ratio", "optimizer_type"],
@@ -375,6 +376,33 @@ fn folders(config: &Config, own: DatasetType, found: &mut Vec<Conflict>) {
         found.push((
             vec!["train_data_mix", "max_train_samples"],
             "max_train_samples takes the first pictures of one dataset, not of several: leave one of the two out".into(),
+        ));
+    }
+}
+
+/// What is not trained with low-rank factors, and what has no effect on them.
+fn low_rank_factors(config: &Config, found: &mut Vec<Conflict>) {
+    if !config.train_low_rank {
+        return;
+    }
+    for (key, is_given) in [
+        ("lora_rank", config.lora_rank > 0),
+        ("placeholder_token", !config.placeholder_token.is_empty()),
+        ("train_text_encoder", config.train_text_encoder),
+    ] {
+        if is_given {
+            found.push((
+                vec![key, "train_low_rank"],
+                format!(
+                    "train_low_rank=True trains the low-rank factors of the denoiser and nothing else: leave {key} out"
+                ),
+            ));
+        }
+    }
+    if config.stochastic_rounding {
+        found.push((
+            vec!["stochastic_rounding", "train_low_rank"],
+            "low-rank factors are trained in float32, where nothing is rounded at random: leave stochastic_rounding out".into(),
         ));
     }
 }

@@ -693,6 +693,9 @@ schema! {
         lora_dropout: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), when LORA_TRAINING, is [FixedOnResume];
         /// The learning rate of the second factor of updates (`up`, PEFT's `lora_B`) is this many times that of the first (LoRA+).
         lora_plus_ratio: f64 = 1.0, Ours, TRAIN_STEP, in Above(0.0), when LORA_TRAINING, is [FixedOnResume];
+        /// Train the low-rank factors of a model that `quantize` wrote with `quantization=svdquant_w4a16` or `svdquant_w4a4`, in
+        /// place of the denoiser's weights: these stay as they are stored.
+        train_low_rank: bool = false, Ours, TRAIN_STEP, when FINE_TUNING, is [FixedOnResume];
         /// Write a file with kohya's names beside that with diffusers', for web interfaces: of Stable Diffusion and SDXL.
         lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights

@@ -12,6 +12,13 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The scopes of the factors that a quantized weight leaves in float, below their layer's.
 pub const LOW_RANK: [&str; 2] = ["svd_down", "svd_up"];
 
+/// Whether a weight of this name is a factor that a quantized weight leaves in float.
+pub fn is_low_rank_factor(name: &str) -> bool {
+    let layer = name.strip_suffix(".weight");
+    let scope = layer.and_then(|layer| layer.rsplit_once('.'));
+    scope.is_some_and(|(_, scope)| LOW_RANK.contains(&scope))
+}
+
 /// What a training step leaves out of the input of low-rank products: elements at random, others in each step and beside each
 /// weight. What stays counts `1 / (1 - share)` times (Srivastava et al. 2014), as with PEFT's `lora_dropout`.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -16,6 +16,7 @@ use crate::train::{
 };
 use crate::util::files::{self, sorted_entries};
 use crate::weights::lora::KohyaNames;
+use crate::weights::quantized::Quantization;
 use crate::weights::source::{Component, ModelSource};
 
 use super::formats::{Activations, activations_of, takes_over_scales};
@@ -89,11 +90,25 @@ pub(super) fn base(
     )?;
     objective(&config, &base.model)?;
     base.model.remat = config.remat_policy;
+    train_as_stored(&config, &mut base)?;
+    Ok(base)
+}
+
+/// Lets a step train beside the weights of `base` that are stored quantized, or the low-rank factors that stand beside them.
+///
+/// # Errors
+/// As [`stored_policy`] and [`check_low_rank`], and where such factors are in the layout of another program.
+fn train_as_stored(config: &Config, base: &mut PipelineModel) -> Result<(), RecipeError> {
     base.quantization = match base.quantization.take() {
-        Some(policy) if !policy.stored.is_empty() => Some(stored_policy(&config, policy)?),
+        Some(policy) if !policy.stored.is_empty() => Some(stored_policy(config, policy)?),
         other => other,
     };
-    Ok(base)
+    if !config.train_low_rank {
+        return Ok(());
+    }
+    let place = base.files.path().display().to_string();
+    check_low_rank(config, base.quantization.as_ref(), &place)?;
+    check_own_layout(base)
 }
 
 /// Whether the model's own weights stay as they are.
@@ -133,16 +148,26 @@ fn check_saved(saved: &SavedCheckpoint, fits: bool, expected: &str) -> Result<()
 /// When the weights themselves are to be trained, or int8 activations are asked for.
 pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeError> {
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    if !trains_beside(config) {
-        return refuse(
-            "the weights of this checkpoint are stored as integers and cannot be trained: train low-rank updates beside them with \
-             lora_rank=16, or name the float checkpoint",
-        );
+    if !trains_beside(config) && !config.train_low_rank {
+        return refuse(match policy.low_ranks().is_empty() {
+            true => {
+                "the weights of this checkpoint are stored as integers and cannot be trained: train low-rank updates beside them \
+                 with lora_rank=16, or name the float checkpoint"
+            }
+            false => {
+                "the weights of this checkpoint are stored as integers and cannot be trained: train the low-rank factors that it has \
+                 beside them with train_low_rank=True, or low-rank updates with lora_rank=16, or name the float checkpoint"
+            }
+        });
     }
-    if activations_of(config.quantization) == Activations::Found {
+    let rounds_activations = matches!(
+        activations_of(config.quantization),
+        Activations::Found | Activations::AsWeights
+    );
+    if rounds_activations {
         return Err(RecipeError::Usage(format!(
             "quantization={}: beside weights that are stored quantized, training has float activations: leave it out, or name the \
-             mode of the weights alone, such as int8_w8a16",
+             mode of the weights alone, such as int8_w8a16 or svdquant_w4a16",
             config.quantization
         )));
     }
@@ -158,6 +183,42 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
         layer.activation = None;
     }
     Ok(policy)
+}
+
+/// Refuses to train the low-rank factors of a model that has none; `place` is where it is from.
+///
+/// # Errors
+/// Names the model, and what makes one with factors.
+pub fn check_low_rank(
+    config: &Config,
+    policy: Option<&Policy>,
+    place: &str,
+) -> Result<(), RecipeError> {
+    let has_factors = policy.is_some_and(|policy| !policy.low_ranks().is_empty());
+    if !config.train_low_rank || has_factors {
+        return Ok(());
+    }
+    Err(RecipeError::Usage(format!(
+        "train_low_rank=True: {place} has no low-rank factors beside its weights: `maxdiff-rs quantize` with \
+         quantization=svdquant_w4a16 or svdquant_w4a4 makes a model that has; name the folder that it writes"
+    )))
+}
+
+/// Refuses a denoiser in the layout of another program, in which no checkpoint of a run could be written.
+fn check_own_layout(base: &PipelineModel) -> Result<(), RecipeError> {
+    let Some(source) = base.files.published() else {
+        return Ok(());
+    };
+    let part = base.model.denoiser.part();
+    let component = source.component(part).map_err(RecipeError::failed)?;
+    match Quantization::of_config(&source.config_path(part), &component.config) {
+        Ok(Some(_)) => Ok(()),
+        Ok(None) | Err(_) => Err(RecipeError::Usage(format!(
+            "train_low_rank=True: the low-rank factors of {} are stored in the layout of another program, in which runs are not \
+             saved: train low-rank updates beside them with lora_rank=16, or quantize the float model with `maxdiff-rs quantize`",
+            component.checkpoint.path().display()
+        ))),
+    }
 }
 
 /// What checkpoints of the run hold beside weights and state: what is trained beside the model's weights alone, or the
@@ -242,7 +303,7 @@ fn whole_model(
                     let path = format!("{part}{EMA_SUFFIX}/config.json");
                     files.push((path, json(&component.config)?));
                 }
-                if kind != DenoiserKind::Unet {
+                if kind != DenoiserKind::Unet || config.train_low_rank {
                     completed.push(*part);
                 }
             }

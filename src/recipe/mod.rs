@@ -48,7 +48,7 @@ pub use data::dataset;
 pub use denoiser_flops::DenoiserFlops;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
-pub use fine_tune::stored_policy;
+pub use fine_tune::{check_low_rank, stored_policy};
 pub use formats::{
     format_text, mode_name, mode_of, mode_of_rule, policy, policy_of_checkpoint, precision,
     quantization_summary,

@@ -16,8 +16,8 @@ use crate::train;
 use crate::train::step::{self, StepOptions};
 
 use super::{
-    Notice, Notify, RecipeError, check_formats, check_trainable, compile_topology, data,
-    described_policy, guidance, mode_name, model, open_session, parallelism, skip_layers,
+    Notice, Notify, RecipeError, check_formats, check_low_rank, check_trainable, compile_topology,
+    data, described_policy, guidance, mode_name, model, open_session, parallelism, skip_layers,
     step_options, stored_policy,
 };
 
@@ -93,6 +93,11 @@ fn training_step(
     {
         options.quantization = Some(stored_policy(config, policy)?);
     }
+    check_low_rank(
+        config,
+        options.quantization.as_ref(),
+        &config.pretrained_model_name_or_path,
+    )?;
     Ok((model, options))
 }
 

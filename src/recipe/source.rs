@@ -434,13 +434,10 @@ pub(super) fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
 /// Takes the moving average of the denoiser's weights where a checkpoint has one.
 fn take_average(source: &mut ModelSource) -> Result<(), RecipeError> {
     let part = source.family.spec().denoiser.part();
-    let averaged = source
-        .path
-        .join(format!("{part}{EMA_SUFFIX}"))
-        .join(part.weights_file());
-    match averaged.is_file() {
+    let averaged = source.path.join(format!("{part}{EMA_SUFFIX}"));
+    match averaged.join(part.weights_file()).is_file() {
         true => source
-            .replace_denoiser(&averaged)
+            .take_denoiser_of(&averaged)
             .map_err(RecipeError::failed),
         false => Ok(()),
     }

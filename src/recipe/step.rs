@@ -75,6 +75,13 @@ pub fn check_trainable(
 /// # Errors
 /// Names the key.
 pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
+    if config.train_low_rank && trains_pixels(config) {
+        return Err(RecipeError::Usage(
+            "train_low_rank=True: training the low-rank factors of a model of pixels is not here yet: train low-rank updates \
+             beside its stored weights with lora_rank=8"
+                .to_string(),
+        ));
+    }
     let trains_token = !config.placeholder_token.is_empty();
     let trains_whole = config.lora_rank == 0 && !trains_token;
     if trains_pixels(config) {
@@ -142,7 +149,11 @@ pub fn step_options(
     batch: usize,
     local_shards: usize,
 ) -> Result<StepOptions, RecipeError> {
-    let quantization = policy(config, model.family.spec(), local_shards)?;
+    let quantization = match config.train_low_rank {
+        false => policy(config, model.family.spec(), local_shards)?,
+        // That of the checkpoint, which has the factors, takes its place.
+        true => None,
+    };
     check_weights_alone(quantization.as_ref(), Recorded::AreInputs)?;
     let fake_quantization = fake_quantization(config, quantization.as_ref())?;
     Ok(StepOptions {
@@ -155,6 +166,7 @@ pub fn step_options(
         lora: lora_options(config, model.denoiser.kind()),
         // Its ids are those of a tokenizer.
         inversion: None,
+        trains_low_rank: config.train_low_rank,
         optimizer: optimizer(config),
         gradient_reduce_dtype: config.gradient_reduce_dtype.map(DType::from),
         objective: objective(config, model)?,

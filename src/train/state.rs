@@ -19,7 +19,7 @@ use crate::shape::Shape;
 use crate::shard::PartitionSpec;
 use crate::weights::save::pytorch_metadata;
 use crate::weights::source::ModelSource;
-use crate::weights::{FetchError, TensorSpec};
+use crate::weights::{Checkpoint, FetchError, TensorSpec};
 
 use super::INVERSION_FILE;
 use super::checkpoint::{
@@ -525,7 +525,28 @@ pub(super) struct TensorFile {
     /// Tensors with where their values are.
     tensors: Vec<(TensorSpec, Source)>,
     constants: BTreeMap<String, HostTensor>,
+    /// What is not trained, in a part of the model.
+    unused: Option<UnusedWeights>,
     metadata: BTreeMap<String, String>,
+}
+
+/// The weights of a published part that are not trained and belong into its file. They are read when it is written: of a
+/// quantized model they are nearly all of it.
+struct UnusedWeights {
+    names: BTreeSet<String>,
+    checkpoint: Checkpoint,
+}
+
+impl UnusedWeights {
+    fn specs(&self) -> Vec<TensorSpec> {
+        let spec = |name: &String| {
+            Some(TensorSpec {
+                name: name.clone(),
+                shape: self.checkpoint.info(name)?.clone(),
+            })
+        };
+        self.names.iter().filter_map(spec).collect()
+    }
 }
 
 impl TensorFile {
@@ -569,21 +590,27 @@ impl TensorFile {
         self,
         mut bytes_of: impl FnMut(&str) -> Result<Vec<u8>, FetchError> + Send + 'a,
     ) -> CheckpointFile<'a> {
-        let constants = self.constants;
+        let (constants, unused) = (self.constants, self.unused);
         let of_constants = constants.iter().map(|(name, tensor)| TensorSpec {
             name: name.clone(),
             shape: tensor.shape.clone(),
         });
+        let of_unused = unused.as_ref().map(UnusedWeights::specs);
         let specs = self.tensors.into_iter().map(|(spec, _)| spec);
+        let specs = specs.chain(of_constants);
+        let specs = specs.chain(of_unused.into_iter().flatten()).collect();
         CheckpointFile {
             path: self.path,
             content: Content::Tensors {
-                specs: specs.chain(of_constants).collect(),
+                specs,
                 metadata: self.metadata,
                 fetch: Box::new(move |spec| {
-                    Ok(Cow::Owned(match constants.get(&spec.name) {
-                        Some(constant) => constant.data.clone(),
-                        None => bytes_of(&spec.name)?,
+                    let name = &spec.name;
+                    let unused = unused.as_ref().filter(|u| u.names.contains(name));
+                    Ok(Cow::Owned(match (constants.get(name), unused) {
+                        (Some(constant), _) => constant.data.clone(),
+                        (None, Some(unused)) => unused.checkpoint.read(name)?.data,
+                        (None, None) => bytes_of(name)?,
                     }))
                 }),
             },
@@ -629,30 +656,28 @@ fn unchanged<'a>(
     })
 }
 
-/// The weights of the published model that belong into the file `path` and are not trained.
+/// The weights of the published model that belong into the file `path` and are not trained; `None` for a file of trained
+/// values alone.
 fn unused_weights(
     path: &str,
     trained: &[(TensorSpec, Source)],
     options: &RunOptions,
     base: Option<&ModelSource>,
-) -> Result<BTreeMap<String, HostTensor>, TrainError> {
+) -> Result<Option<UnusedWeights>, TrainError> {
     let is_of = |part: &&Part| {
         ["", EMA_SUFFIX]
             .map(|suffix| format!("{part}{suffix}/{}", part.weights_file()))
             .contains(&path.to_owned())
     };
     let (Some(part), Some(base)) = (options.completed.iter().find(is_of), base) else {
-        return Ok(BTreeMap::new());
+        return Ok(None);
     };
     let component = base.component(*part).map_err(TrainError::model)?;
-    let mut unused = BTreeMap::new();
-    for name in component.checkpoint.names() {
-        if !trained.iter().any(|(spec, _)| spec.name == name) {
-            let tensor = component.checkpoint.read(name);
-            unused.insert(name.to_owned(), tensor.map_err(TrainError::model)?);
-        }
-    }
-    Ok(unused)
+    let trained: BTreeSet<&str> = trained.iter().map(|(spec, _)| spec.name.as_str()).collect();
+    let checkpoint = component.checkpoint.as_in_files();
+    let names = checkpoint.names().filter(|name| !trained.contains(name));
+    let names = names.map(str::to_owned).collect();
+    Ok(Some(UnusedWeights { names, checkpoint }))
 }
 
 /// The files of a checkpoint of `state`. `content` makes those of its arrays.
@@ -696,6 +721,7 @@ pub(super) fn files<'f>(
                 path: lora::KOHYA_FILE.to_owned(),
                 tensors: file.factors.into_iter().zip(sources).collect(),
                 constants: file.alphas,
+                unused: None,
                 metadata: file.metadata,
             })?);
         }
@@ -713,7 +739,8 @@ pub(super) fn files<'f>(
             metadata.extend(inversion.metadata());
         }
         files.push(content(TensorFile {
-            constants: unused_weights(&path, &tensors, options, base)?,
+            constants: BTreeMap::new(),
+            unused: unused_weights(&path, &tensors, options, base)?,
             path,
             tensors,
             metadata,

@@ -16,6 +16,7 @@ use crate::lowering::{Traced, Update};
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{
     ActivationRanges, Dropout, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
+    is_low_rank_factor,
 };
 use crate::schedulers::{PredictionType, SchedulerError};
 use crate::shape::Shape;
@@ -63,6 +64,8 @@ pub struct StepOptions {
     pub lora: Option<LoraOptions>,
     /// The vectors of a new token to train, in place of the denoiser's weights or beside low-rank updates.
     pub inversion: Option<InversionOptions>,
+    /// Whether the low-rank factors beside weights that are stored quantized are trained, in place of the denoiser's weights.
+    pub trains_low_rank: bool,
     pub optimizer: OptimizerOptions,
     /// The element type of the sums over the batch that gradients are; `None` is that of the products that give them.
     pub gradient_reduce_dtype: Option<DType>,
@@ -207,7 +210,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let follow = ActivationRanges::Follow { updates: &counter };
         traced.graph = fake.apply(&traced.graph, follow)?;
     }
-    let beside = options.trains_beside();
+    let (beside, low_rank) = (options.trains_beside(), options.trains_low_rank);
     let settings = UpdateSettings {
         optimizer: options.optimizer,
         sums: options.gradient_reduce_dtype,
@@ -218,7 +221,10 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let is_published = model.family.spec().published.is_some();
     let buffers = buffers(model);
     let is_trained = move |name: &str, is_live: bool| {
-        let is_wanted = !beside || is_factor(name) || is_learned(name);
+        let is_wanted = match low_rank {
+            true => is_low_rank_factor(name),
+            false => !beside || is_factor(name) || is_learned(name),
+        };
         is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
     };
     // Scales that are learned start from the weights that they are of, each by its name.

@@ -284,8 +284,9 @@ impl Trainer {
                 TrainingState::new(session, graph, program, run.seed, files, inversion, &scales)?
             }
         };
-        // Samples are made with the moving averages, which are kept in float32.
-        if step.optimizer.ema_decay.is_some() && step.lora.is_none() {
+        // Samples are made with the moving averages, which are kept in float32, as low-rank factors are.
+        let trains_weights = step.lora.is_none() && !step.trains_low_rank;
+        if step.optimizer.ema_decay.is_some() && trains_weights {
             model.precision.weights = DType::F32;
         }
         let feed = Arc::new(feed);

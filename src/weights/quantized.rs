@@ -6,7 +6,8 @@
 //! stored in which format, and what the program does with activations unless it is told otherwise. Where calibration found
 //! the scale of an activation, it is `<layer>.input_scale`; layers of one parent that read the same activation have the same.
 //! Factors that activations are divided by, and the weight is multiplied with, are `<layer>.smooth_factor`.
-//! Low-rank factors are `<layer>.svd_down.weight` and `<layer>.svd_up.weight`. Other tensors are as in any checkpoint.
+//! Low-rank factors are `<layer>.svd_down.weight` and `<layer>.svd_up.weight`, in `bf16`, or in `f32` where training has
+//! changed them. Other tensors are as in any checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,8 +18,8 @@ use serde_json::{Map, Value, json};
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::quant::{
-    LOW_RANK, StoredFormats, StoredLayer, input_scale_name, scale_dims, scale_name,
-    smooth_factor_name, tensor_scale_name, zero_point_name,
+    LOW_RANK, StoredFormats, StoredLayer, input_scale_name, is_low_rank_factor, scale_dims,
+    scale_name, smooth_factor_name, tensor_scale_name, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::util::named;
@@ -502,7 +503,7 @@ impl Quantization {
         for (name, expected) in &expected {
             match tensors.get(name.as_str()) {
                 None => problems.push(format!("{name} is missing")),
-                Some(found) if *found != expected => {
+                Some(found) if !fits(name, found, expected) => {
                     problems.push(format!("{name} is {found}, expected {expected}"));
                 }
                 Some(_) => {}
@@ -553,6 +554,13 @@ const BESIDE: [&str; 7] = [
     ".svd_down.weight",
     ".svd_up.weight",
 ];
+
+/// Whether a tensor is as it should be: low-rank factors that training has changed are in `f32`, so that it goes on with
+/// what it left.
+fn fits(name: &str, found: &Shape, expected: &Shape) -> bool {
+    let is_trained = found.dtype == DType::F32 && is_low_rank_factor(name);
+    found == expected || is_trained && found.dims == expected.dims
+}
 
 /// The tensors of a file that a layer has whose weight has this shape; `None` where the shape has no such formats.
 pub(super) fn layer_tensors(

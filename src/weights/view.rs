@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::WeightsError;
 use super::location::{Location, Made, Order};
 use super::open::Checkpoint;
+use super::shared_bytes::in_file;
 use crate::models::original::Transform;
 
 impl Checkpoint {
@@ -39,6 +40,27 @@ impl Checkpoint {
             tensors,
             quantization: None,
         })
+    }
+}
+
+impl Checkpoint {
+    /// The tensors as the files have them, where their weights are in this program's own layout for quantized ones: the bytes
+    /// that input features share, `u8`, in place of the elements. What is read of it can be written into another file.
+    pub fn as_in_files(&self) -> Checkpoint {
+        let mut tensors = self.tensors.clone();
+        for (name, location) in &mut tensors {
+            let format = self.quantization().and_then(|own| own.format_of(name));
+            let shape = format.and_then(|format| in_file(&location.shape, format));
+            if let (Order::Shared(_), Some(shape)) = (location.order, shape) {
+                location.shape = shape;
+                location.order = Order::AsShown;
+            }
+        }
+        Checkpoint {
+            opened: Arc::clone(&self.opened),
+            tensors,
+            quantization: None,
+        }
     }
 }
 

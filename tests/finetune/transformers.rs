@@ -81,6 +81,7 @@ fn run<'a>(session: &'a Session, case: &'static str, trains: Trains, batches: us
         guidance_scale: meta("guidance_scale"),
         masked: false,
         prior_loss_weight: None,
+        trains_low_rank: false,
         train_text_encoder: false,
         quantization: None,
         fake_quantization: None,

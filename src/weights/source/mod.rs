@@ -361,6 +361,19 @@ impl ModelSource {
         Ok(())
     }
 
+    /// Takes the denoiser from a folder in diffusers' layout of it alone, as its `config.json` there describes it: quantized or
+    /// not.
+    ///
+    /// # Errors
+    /// When the folder cannot be opened, its tensors are not as described, or this model has no denoiser.
+    pub fn take_denoiser_of(&mut self, folder: &Path) -> Result<(), SourceError> {
+        let part = self.family.spec().denoiser.part();
+        self.component(part)?;
+        let taken = folder::component(folder, part)?;
+        self.components.insert(part, taken);
+        Ok(())
+    }
+
     /// Lets the denoiser of FLUX.1 take tokens of `features` of its sample, the further ones with weights of zero: those of an
     /// image that steers, which a control LoRA gives weights.
     ///
