@@ -24,9 +24,7 @@ mod stored;
 mod svd;
 mod weight;
 
-pub use low_rank::{
-    Dropout, LOW_RANK, contracted_weights, is_low_rank_factor, low_rank_beside,
-};
+pub use low_rank::{Dropout, LOW_RANK, contracted_weights, is_low_rank_factor, low_rank_beside};
 pub use lower::{ROUNDING_KEY, lower, lower_with_noise};
 pub use rounding::{NoiseSource, scale_of};
 

@@ -145,7 +145,7 @@ fn check_saved(saved: &SavedCheckpoint, fits: bool, expected: &str) -> Result<()
 /// How a step trains on weights that are stored quantized: beside them, and with activations in float.
 ///
 /// # Errors
-/// When the weights themselves are to be trained, or int8 activations are asked for.
+/// When the weights themselves are to be trained, or rounded activations are asked for.
 pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeError> {
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
     if !trains_beside(config) && !config.train_low_rank {
