@@ -138,7 +138,12 @@ fn averages_of_low_rank_factors_are_drawn_with() {
     let [now, average] = parts.map(|part| Checkpoint::open(&folder.join(part)).unwrap());
     assert!(now.names().eq(average.names()));
     let drawn = place.generate("averaged", &["do_classifier_free_guidance=False"]);
-    let grid = image::open(place.path("averaged").join("samples/step-00000004-00001.png")).unwrap();
+    let grid = image::open(
+        place
+            .path("averaged")
+            .join("samples/step-00000004-00001.png"),
+    )
+    .unwrap();
     assert!(in_grid(&drawn, &grid.to_rgb8()));
 }
 
