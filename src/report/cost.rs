@@ -6,6 +6,7 @@ use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDi
 
 use super::instruction::{BackendConfig, bits, bytes, elements, is_collective, type_name};
 use super::kernels::{KernelCall, KernelCycles};
+use super::library;
 use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 
@@ -31,6 +32,10 @@ fn product_flops(program: &HloProgram<'_>, site: Site) -> Option<(PrimitiveType,
     };
     let (lhs, rhs) = match instruction.opcode.as_str() {
         "dot" | "convolution" => (shape(0)?, shape(1)?),
+        "custom-call" if library::is_product(instruction) => {
+            let (element, macs) = library::product_macs(program, site)?;
+            return Some((element, macs.saturating_mul(2)));
+        }
         "custom-call" => {
             let flops = BackendConfig::parse(program.backend_config(instruction)).kernel_flops()?;
             let is_int8 = KernelCall::at(program, site).is_some_and(|call| call.multiplies_int8());
@@ -44,36 +49,46 @@ fn product_flops(program: &HloProgram<'_>, site: Site) -> Option<(PrimitiveType,
     };
     let macs = match instruction.opcode.as_str() {
         "dot" => dot_macs(instruction, lhs)?,
-        _ => convolution_macs(instruction, lhs, rhs)?,
+        _ => convolution_macs(instruction, [lhs, rhs, instruction.shape.as_ref()?])?,
     };
-    let wider = if bits(rhs.element_type()) > bits(lhs.element_type()) {
-        rhs
-    } else {
-        lhs
-    };
-    Some((wider.element_type(), macs.saturating_mul(2)))
+    Some((wider(lhs, rhs), macs.saturating_mul(2)))
+}
+
+/// The element type of two operands that a product runs at the rate of.
+pub(super) fn wider(lhs: &ShapeProto, rhs: &ShapeProto) -> PrimitiveType {
+    match bits(rhs.element_type()) > bits(lhs.element_type()) {
+        true => rhs.element_type(),
+        false => lhs.element_type(),
+    }
 }
 
 fn dot_macs(instruction: &HloInstructionProto, lhs: &ShapeProto) -> Option<u64> {
     let dims = instruction.dot_dimension_numbers.as_ref()?;
-    let contracted = dims
-        .lhs_contracting_dimensions
-        .iter()
-        .map(|&d| dimension(lhs, d))
-        .product::<Option<u64>>()?;
-    Some(elements(instruction.shape.as_ref()?).saturating_mul(contracted))
+    contraction_macs(
+        lhs,
+        instruction.shape.as_ref()?,
+        &dims.lhs_contracting_dimensions,
+    )
+}
+
+/// Products of two elements in a dot of `lhs` whose result is `output`.
+pub(super) fn contraction_macs(
+    lhs: &ShapeProto,
+    output: &ShapeProto,
+    contracted: &[i64],
+) -> Option<u64> {
+    let contracted = contracted.iter().map(|&d| dimension(lhs, d));
+    Some(elements(output).saturating_mul(contracted.product::<Option<u64>>()?))
 }
 
 /// As XLA's `HloCostAnalysis` counts: only products of an input element with a kernel element,
 /// not those with padding or with the holes of a dilated input. The TPU compiler writes batched
-/// dots as convolutions that are mostly holes.
-fn convolution_macs(
+/// dots as convolutions that are mostly holes. The shapes are those of the input, the kernel and the output.
+pub(super) fn convolution_macs(
     instruction: &HloInstructionProto,
-    lhs: &ShapeProto,
-    rhs: &ShapeProto,
+    [lhs, rhs, output]: [&ShapeProto; 3],
 ) -> Option<u64> {
     let numbers = instruction.convolution_dimension_numbers.as_ref()?;
-    let output = instruction.shape.as_ref()?;
     let windows = instruction
         .window
         .as_ref()

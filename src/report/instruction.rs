@@ -132,6 +132,19 @@ pub(super) struct BackendConfig {
     custom_call_config: Option<CustomCallConfig>,
     #[serde(default)]
     scoped_memory_configs: Vec<ScopedMemory>,
+    #[serde(default)]
+    gemm_backend_config: Option<GemmConfig>,
+}
+
+#[derive(Debug, Deserialize)]
+struct GemmConfig {
+    dot_dimension_numbers: GemmDimensions,
+}
+
+#[derive(Debug, Deserialize)]
+struct GemmDimensions {
+    #[serde(default)]
+    lhs_contracting_dimensions: Vec<Int>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -188,6 +201,14 @@ impl BackendConfig {
 
     pub fn trip_count(&self) -> Option<u64> {
         self.known_trip_count.as_ref()?.n.value()
+    }
+
+    /// The dimensions of the first operand that a product of cuBLAS sums over.
+    pub fn gemm_contraction(&self) -> Option<Vec<i64>> {
+        let gemm = self.gemm_backend_config.as_ref()?;
+        let dimensions = gemm.dot_dimension_numbers.lhs_contracting_dimensions.iter();
+        let numbers = dimensions.map(|d| i64::try_from(d.value()?).ok());
+        numbers.collect()
     }
 
     /// What this program says of its own TPU kernels.

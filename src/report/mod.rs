@@ -26,6 +26,7 @@ mod collectives;
 mod cost;
 mod instruction;
 mod kernels;
+mod library;
 mod predicted;
 mod program;
 mod purpose;

@@ -1,6 +1,7 @@
 //! Programs built by hand in the forms libtpu 0.0.51 writes.
 
 mod compiled;
+mod library;
 mod loops;
 mod traffic;
 
