@@ -363,6 +363,7 @@ void QuantizedProduct(Call& call) {
   if (call.Ok() && (terms < 1 || terms > kMostTerms)) {
     call.Fail("operand 1 (rhs): expected 1 to ", kMostTerms, " terms of each sum, found ", terms);
   }
+  p.in_bf16 = call.Flag("in_bf16");
   p.stochastic = call.Flag("stochastic");
   if (p.stochastic) {
     const auto* key = static_cast<const uint32_t*>(call.Operand("key", {kU32}, {2}).data);

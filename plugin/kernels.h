@@ -79,10 +79,11 @@ struct RoundingKey {
 };
 
 // out = rounded lhs * rounded rhs * row_scale * column_scale + bias, all f32. The lhs is rounded stochastically if
-// asked for. `patches` says what rows of the lhs are multiplied; its data and channels are not read.
+// asked for. With `in_bf16` operands are values of bf16, and scales and each step of rounding are rounded to bf16 too.
+// `patches` says what rows of the lhs are multiplied; its data and channels are not read.
 struct QuantizedProduct {
   FloatOperand lhs, rhs;
-  bool stochastic;
+  bool stochastic, in_bf16;
   RoundingKey key;
   Patches patches;
   const float* bias;

@@ -296,6 +296,7 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                     ("rhs_transposed", ON),
                     ("stochastic", ON),
                     ("bias", ON),
+                    ("in_bf16", ON),
                 ],
             ),
             &["lhs", "rhs", "key", "bias"],
@@ -305,7 +306,11 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                 "quantized_product",
                 &[f32(&[2, 6, 8, 5]), f32(&[20, 3, 3, 5])],
                 f32(&[2, 3, 4, 20]),
-                &[&window[..], &[("stochastic", OFF), ("bias", OFF)]].concat(),
+                &[
+                    &window[..],
+                    &[("stochastic", OFF), ("bias", OFF), ("in_bf16", OFF)],
+                ]
+                .concat(),
             ),
             &["lhs", "rhs"],
         ),

@@ -290,10 +290,13 @@ fn compare_with_the_host(isa: &str) {
         }
     }
     // The same for what training multiplies, whose roundings before the sums are the host's too.
-    let training = products_of_training();
-    let given = inputs_with_key(&training);
-    let found = run_on(&session, &claim_training(&training).unwrap(), &given);
-    assert!(found == evaluate(&training, &given).unwrap(), "{isa}");
+    for precision in [Precision::F32, BF16] {
+        let training = products_of_training(precision);
+        let given = inputs_with_key(&training);
+        let found = run_on(&session, &claim_training(&training).unwrap(), &given);
+        let expected = evaluate(&training, &given).unwrap();
+        assert!(found == expected, "{isa}, {:?}", precision.activations);
+    }
     // Sums of bf16 products are in another order.
     let training = bf16_products_of_training();
     let given = inputs(&training);

@@ -21,16 +21,17 @@ use maxdiff::train::optimizer::step_8bit;
 
 use super::{BF16, inputs, kernels, relative};
 
-/// A training step's int8 products in `f32`, forward and both of the derivative: rows, columns and terms that fill no
-/// vector, no tile and no group of four, products that all threads share, convolutions of few channels and of more.
-pub(super) fn products_of_training() -> Graph {
+/// A training step's int8 products of activations in this precision, forward and both of the derivative: rows, columns and
+/// terms that fill no vector, no tile and no group of four, products that all threads share, convolutions of few channels and
+/// of more.
+pub(super) fn products_of_training(precision: Precision) -> Graph {
     let b = Builder::new();
     let m = b.root("m");
-    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::F32, dims), &[]).unwrap();
+    let dtype = precision.activations;
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(dtype, dims), &[]).unwrap();
     b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
         .unwrap();
     let layer = |features| Linear::new(features, "embed", "heads");
-    let precision = Precision::F32;
     let strided = Conv2d {
         stride: 2,
         padding: (0, 1),
@@ -387,26 +388,30 @@ fn parameter(b: &Builder, name: &str) -> Tensor {
 
 #[test]
 fn products_of_training_become_one_kernel_each() {
-    let graph = products_of_training();
-    let with = claim_training(&graph).unwrap();
-    let found = kernels(&with);
-    let of_training: Vec<&QuantizedProduct> = found
-        .iter()
-        .filter_map(|kernel| match kernel {
-            Kernel::QuantizedProduct(product) => Some(product),
-            _ => None,
-        })
-        .collect();
-    assert_eq!(of_training.len(), found.len());
-    assert_eq!(found.len(), 3 * 3 + 3);
-    let count =
-        |is: &dyn Fn(&QuantizedProduct) -> bool| of_training.iter().filter(|p| is(p)).count();
-    assert_eq!(count(&|p| p.bias), 5);
-    assert_eq!(count(&|p| p.noise), 6);
-    assert_eq!(count(&|p| matches!(p.form, Form::Convolution(_))), 3);
-    let inputs = inputs_with_key(&graph);
-    let expected = evaluate(&graph, &inputs).unwrap();
-    assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+    // In bf16 a sum is rounded before its bias is added.
+    for (precision, with_bias) in [(Precision::F32, 5), (BF16, 0)] {
+        let graph = products_of_training(precision);
+        let with = claim_training(&graph).unwrap();
+        let found = kernels(&with);
+        let of_training: Vec<&QuantizedProduct> = found
+            .iter()
+            .filter_map(|kernel| match kernel {
+                Kernel::QuantizedProduct(product) => Some(product),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(of_training.len(), found.len());
+        assert_eq!(found.len(), 3 * 3 + 3);
+        let count =
+            |is: &dyn Fn(&QuantizedProduct) -> bool| of_training.iter().filter(|p| is(p)).count();
+        assert_eq!(count(&|p| p.bias), with_bias);
+        assert_eq!(count(&|p| p.noise), 6);
+        assert_eq!(count(&|p| p.in_bf16), if with_bias == 0 { 12 } else { 0 });
+        assert_eq!(count(&|p| matches!(p.form, Form::Convolution(_))), 3);
+        let inputs = inputs_with_key(&graph);
+        let expected = evaluate(&graph, &inputs).unwrap();
+        assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+    }
 }
 
 #[test]

@@ -1,4 +1,6 @@
-//! Products of `f32` operands that are rounded to int8 in the same call (`plugin/quantized.cc`).
+//! Products of `f32` operands that are rounded to int8 in the same call (`plugin/quantized.inc`).
+
+use half::bf16;
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value};
@@ -18,6 +20,8 @@ pub struct QuantizedProduct {
     /// Whether noise rounds the lhs; it is rounded to nearest without.
     pub noise: bool,
     pub bias: bool,
+    /// Whether the operands are values of `bf16`: scales and each step of rounding are rounded to `bf16` then.
+    pub in_bf16: bool,
 }
 
 /// How the operands lie.
@@ -48,8 +52,12 @@ impl Lines<'_> {
         }
     }
 
-    /// The scale of each line, and the rounded values, in the operand's own order; each operation rounded to `f32`.
-    fn rounded(&self, noise: &dyn Fn(usize) -> f32) -> (Vec<f32>, Vec<f32>) {
+    /// The scale of each line, and the rounded values, in the operand's own order; each operation rounded to `f32` or `bf16`.
+    fn rounded(&self, in_bf16: bool, noise: &dyn Fn(usize) -> f32) -> (Vec<f32>, Vec<f32>) {
+        let step = |x: f32| match in_bf16 {
+            true => bf16::from_f32(x).to_f32(),
+            false => x,
+        };
         let mut scales = Vec::with_capacity(self.count);
         let mut rounded = vec![0.0; self.values.shape.count()];
         let value = |place| self.values.float(place) as f32;
@@ -64,14 +72,13 @@ impl Lines<'_> {
                 }
             });
             let range = if largest == 0.0 { 1.0 } else { largest };
-            let scale = range * (1.0 / 127.5) as f32;
-            let inverse = if scale.recip() == f32::INFINITY {
-                1.0
-            } else {
-                scale.recip()
+            let scale = step(range * (1.0 / 127.5) as f32);
+            let inverse = match step(scale.recip()) {
+                f32::INFINITY => 1.0,
+                inverse => inverse,
             };
             for place in places() {
-                let y = value(place) * inverse + noise(place);
+                let y = step(step(value(place) * inverse) + noise(place));
                 rounded[place] = y.clamp(-127.0, 127.0).round_ties_even();
             }
             scales.push(scale);
@@ -83,7 +90,11 @@ impl Lines<'_> {
 impl QuantizedProduct {
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let flag = |on: bool| Attribute::I64(i64::from(on));
-        let mut attributes = vec![("stochastic", flag(self.noise)), ("bias", flag(self.bias))];
+        let mut attributes = vec![
+            ("stochastic", flag(self.noise)),
+            ("bias", flag(self.bias)),
+            ("in_bf16", flag(self.in_bf16)),
+        ];
         match &self.form {
             Form::Matrix {
                 lhs_transposed,
@@ -202,8 +213,8 @@ impl QuantizedProduct {
             }
             None => 0.0,
         };
-        let (row_scales, lhs_values) = lhs_lines.rounded(&noise);
-        let (column_scales, rhs_values) = rhs_lines.rounded(&|_| 0.0);
+        let (row_scales, lhs_values) = lhs_lines.rounded(self.in_bf16, &noise);
+        let (column_scales, rhs_values) = rhs_lines.rounded(self.in_bf16, &|_| 0.0);
         let rows = shape.count() / columns.max(1);
         let rows_in_line = rows / lhs_lines.count.max(1);
         let mut out = Vec::with_capacity(shape.count());

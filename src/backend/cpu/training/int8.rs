@@ -47,7 +47,9 @@ impl Product<'_> {
         copies: &[Tensor],
     ) -> Result<Tensor, GraphError> {
         let copy = |id: u32| copies[id as usize];
-        let [lhs, rhs] = [copy(self.lhs.x), copy(self.rhs)];
+        // Values of bf16 stay what they are.
+        let lhs = b.convert(copy(self.lhs.x), DType::F32)?;
+        let rhs = b.convert(copy(self.rhs), DType::F32)?;
         let (form, mut operands) = match self.contraction {
             Contraction::Convolution(dims) => {
                 let (kernel, window) = channels_last_kernel(b, rhs, dims)?;
@@ -75,6 +77,7 @@ impl Product<'_> {
             form,
             noise: self.lhs.noise.is_some(),
             bias: self.bias.is_some(),
+            in_bf16: graph.nodes[self.lhs.x as usize].shape.dtype == DType::BF16,
         };
         let y = call(b, Kernel::QuantizedProduct(kernel), &operands)?;
         b.reshape(y, &graph.nodes[self.node].shape.dims)
@@ -164,7 +167,7 @@ impl<'a> Claims<'a> {
             && rounding.operands[1] == scale
             && finding.operands[0] == x
             && nearest == TensorFormat::int8(NumericsConvention::Aqt)
-            && self.node(x).shape.dtype == DType::F32;
+            && matches!(self.node(x).shape.dtype, DType::F32 | DType::BF16);
         if !is_whole {
             return None;
         }
@@ -192,6 +195,9 @@ impl<'a> Claims<'a> {
 
     fn fits(&self, product: &Product<'_>) -> bool {
         let [lhs, rhs] = [product.lhs.x, product.rhs].map(|id| &self.node(id).shape);
+        if lhs.dtype != rhs.dtype {
+            return false;
+        }
         let terms = match product.contraction {
             Contraction::Dot(dims) => {
                 if terms_of_dot(dims, [lhs.rank(), rhs.rank()]).is_none() {

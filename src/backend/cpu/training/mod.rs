@@ -14,7 +14,7 @@ pub use layers::claims_in_training;
 /// The nodes that read each node ([`follow::users`]).
 type Users = Vec<Vec<Option<usize>>>;
 
-/// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, of its products and
+/// The graph of a training step with the CPU plugin's kernels in place of its int8 products, of its products and
 /// convolutions of bf16, and of attention, norms and gates in bf16; forward, and all of the derivative. So are updates of weights whose moments have
 /// 8 bits, and the sums of squares that norms of gradients are.
 ///
