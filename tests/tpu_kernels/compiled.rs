@@ -15,7 +15,8 @@ use serde_json::json;
 
 use super::images::convolution;
 use super::{
-    STORED, alone, attention_layer, calls, linear, normed, normed_in, project, stored, stored_block,
+    STORED, alone, attention_layer, calls, linear, normed, normed_in, project, stored,
+    stored_block, stored_convolution,
 };
 use crate::common::{json, program, tpu_plugin};
 
@@ -40,6 +41,8 @@ fn every_chip_takes_the_kernels() {
         vec![stored_block(LayerQuantization::W4A16, 10)],
     ]
     .concat();
+    // Several blocks of rows, and of outputs.
+    let convolutions = STORED.map(|mode| stored_convolution(mode, [2, 64, 32, 192, 1408, 3]));
     let of_bf16 = [
         normed_in(false, [256, 640], |m, x| {
             gated_gelu(m, project(m, "proj", x, 2560)).unwrap()
@@ -59,7 +62,8 @@ fn every_chip_takes_the_kernels() {
             .map(|graph| calls(&backend.claim(graph, 1).unwrap()));
         // The attentions of the block are of bf16.
         assert_eq!(count.sum::<usize>(), if int8 { 15 } else { 2 }, "{name}");
-        let graphs = products.iter().filter(|_| int8).chain(&of_bf16);
+        let of_int8 = products.iter().chain(&convolutions);
+        let graphs = of_int8.filter(|_| int8).chain(&of_bf16);
         let graphs = graphs.chain([&attention]);
         for (i, graph) in graphs.enumerate() {
             let claimed = backend.claim(graph, 1).unwrap();

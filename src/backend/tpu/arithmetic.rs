@@ -1,11 +1,16 @@
 //! What kernels multiply, and how numbers become that.
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 
-use super::mosaic::{Kernel, Value as KernelValue};
+use super::mosaic::{Kernel, Scratch, Value as KernelValue};
+use super::product::block_of_columns;
 
 /// Multiply-adds of int8 products that cannot overflow 32 bits: 128 * 128 * 130,000 < 2^31.
 pub(super) const MOST_TERMS: usize = 130_000;
+/// Columns of stored weights that are widened at a time: what is between fits the registers.
+pub(super) const WIDENED_COLUMNS: usize = 512;
 
 /// What the matrix units multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +49,63 @@ impl StoredWeights {
             run.is_multiple_of(tile) && terms.is_multiple_of(*run) && of_scale.is_multiple_of(*run)
         };
         [64, 32].into_iter().find(divides)
+    }
+}
+
+/// Stored weights that a kernel widens to bf16.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Widening {
+    weights: StoredWeights,
+    /// Terms that are widened at a time.
+    run: usize,
+    /// The windows of the integers, `[terms, columns]`, and of the scales of groups of them.
+    windows: [usize; 2],
+}
+
+impl Widening {
+    /// Terms lie in runs of `terms`, whose groups have the scales. `None` where there are no terms that can be widened at a
+    /// time.
+    pub(super) fn new(weights: StoredWeights, terms: usize, windows: [usize; 2]) -> Option<Self> {
+        let run = weights.run(terms)?;
+        Some(Widening {
+            weights,
+            run,
+            windows,
+        })
+    }
+
+    /// Puts the block's weights into `wide`: as many terms as it has rows, from `first` on.
+    pub(super) fn widen(self, k: &mut Kernel, wide: Scratch, first: usize) {
+        let [_, columns] = k.scratch_size(wide);
+        let width = block_of_columns(columns, WIDENED_COLUMNS).unwrap_or(columns);
+        for at in (0..columns).step_by(width) {
+            self.widen_columns(k, wide, first, at..at + width);
+        }
+    }
+
+    /// The same of some of the columns.
+    pub(super) fn widen_columns(
+        self,
+        k: &mut Kernel,
+        wide: Scratch,
+        first: usize,
+        columns: Range<usize>,
+    ) {
+        let [integers, scales] = self.windows;
+        let [terms, _] = k.scratch_size(wide);
+        for term in (0..terms).step_by(self.run) {
+            let row = k.row(first + term);
+            let integers = k.load_part(integers, row, self.run, columns.clone());
+            let mut values = k.convert(integers, DType::F32);
+            if let Some(group) = self.weights.group {
+                let group = k.row(term / group);
+                let scale = k.load_part(scales, group, 1, columns.clone());
+                let scale = k.broadcast_row(scale, self.run);
+                values = k.mul(values, scale);
+            }
+            let values = k.convert(values, DType::BF16);
+            k.keep(wide, values, [term, columns.start]);
+        }
     }
 }
 

@@ -7,10 +7,10 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::arithmetic::{Arithmetic, MOST_TERMS, rounded_to_integers};
+use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, rounded_to_integers};
 use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
-    evaluated,
+    CostEstimate, Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue,
+    Window, evaluated,
 };
 use super::product::block_of_columns;
 
@@ -22,14 +22,17 @@ const BEHIND: usize = 2;
 /// Pixels and result's channels of a block, at most.
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
+/// Pixels of a block whose weights are widened inside, if so many fit: with 64 of them 1,280 channels of 32x32 pixels took 1.5
+/// times the cycles on v5e.
+const LEAST_PIXELS: usize = 512;
 
 /// The convolution of an image with a kernel of `side` rows and columns, 1 or 3, a stride of 1 and zeros around the image
 /// for each to keep its size, plus the bias; in bf16. In int8 the image is quantized as AQT does it, one scale an image,
 /// and the sums are multiplied with its scale and those of the result's channels; by recorded scales as AMD Quark does, with 1 as the
 /// scale of images.
 ///
-/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel, as [`Convolution::weights`] says; in
-/// int8 the inverse scale `f32[batch, 1, inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs'
+/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel, as [`Convolution::weights`] says, and the
+/// scales of groups of stored weights, `f32[1, groups, outputs]`; in int8 the inverse scale `f32[batch, 1, inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs'
 /// scales and biases, or in bf16 `f32[batch, 1, outputs]`, the biases; and what `added` says. The result is
 /// `bf16[batch, height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +51,12 @@ pub enum Weights {
     /// `[1, side * outputs, side * padded inputs]`: for each block of [`Convolution::columns`] outputs the kernel's rows one
     /// after the other, and for each place in a row the inputs, with zeros up to [`Convolution::padded_inputs`].
     Rows,
+    /// Stored integers, `[1, side * side * inputs, outputs]`: the inputs of each of the kernel's places, which are widened inside.
+    /// Groups are of the inputs of a place, and the same for all places.
+    Terms {
+        /// Whether one core takes all steps, so that it widens once for a block of outputs.
+        one_core: bool,
+    },
     /// In bf16, once for each of the kernel's places, row by row: `[1, side * side * outputs, inputs]`, the places one after
     /// the other. So a checkpoint's weights lie on a TPU, and those of a training step are new in each.
     Places,
@@ -71,6 +80,17 @@ pub enum Added {
 struct Block {
     image_rows: usize,
     columns: usize,
+}
+
+/// The scratch memories of a step.
+struct Memories {
+    /// Rows of the image as they are multiplied.
+    image: Scratch,
+    /// The sums of the kernel's outer columns, which move.
+    moved: Vec<Scratch>,
+    /// Widened weights of each of the kernel's places, row by row. Memories of their own, so that one is written while another
+    /// is multiplied.
+    wide: Vec<Scratch>,
 }
 
 /// The numbers of images and channels.
@@ -102,10 +122,12 @@ impl Convolution {
         inputs.next_multiple_of(LANES)
     }
 
-    /// Of the blocks that fit the core's memory, the one for which the least is read.
+    /// Of the blocks that fit the core's memory, the one for which the least is read; of stored weights of those with enough
+    /// pixels.
     fn block(&self, sizes: Sizes) -> Option<Block> {
         let is_known = self.width.is_multiple_of(TILE_ROWS[0])
             && self.width > 0
+            && (self.widening(sizes.inputs).is_some() || !self.widens())
             && [1, 3].contains(&self.side)
             && self.side * self.side * sizes.inputs <= MOST_TERMS;
         let largest = self.height.min(MOST_PIXELS / self.width.max(1));
@@ -123,11 +145,53 @@ impl Convolution {
                 columns: *columns,
             })
         });
-        let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= VMEM_BYTES);
-        fitting.min_by_key(|block| self.bytes_read(*block, sizes))
+        let most = match self.widens() {
+            true => MOST_VMEM_BYTES / 16 * 15,
+            false => VMEM_BYTES,
+        };
+        let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
+        fitting.min_by_key(|block| {
+            let missing = match self.widens() {
+                true => LEAST_PIXELS.saturating_sub(block.image_rows * self.width),
+                false => 0,
+            };
+            (missing, self.bytes_read(*block, sizes))
+        })
     }
 
-    /// The type of weights, and of the image when it is multiplied. Stored weights are widened before the kernel.
+    /// Whether weights are widened inside.
+    fn widens(&self) -> bool {
+        matches!(self.weights, Weights::Terms { .. })
+    }
+
+    /// How weights of so many inputs are widened inside. `None` where they are not.
+    fn widening(&self, inputs: usize) -> Option<Widening> {
+        match (self.arithmetic, self.weights) {
+            (Arithmetic::Stored(weights), Weights::Terms { .. }) => {
+                Widening::new(weights, inputs, [self.side, self.side + 1])
+            }
+            _ => None,
+        }
+    }
+
+    /// Inputs of a group, if groups of weights that are widened inside have scales.
+    fn group(&self) -> Option<usize> {
+        match self.arithmetic {
+            Arithmetic::Stored(weights) if self.widens() => weights.group,
+            _ => None,
+        }
+    }
+
+    /// The dimensions of the grid that images, their rows and outputs lie along. What is computed once for a block stays while
+    /// the last ones count: of an image, or of stored weights.
+    fn order(&self) -> [usize; 3] {
+        match self.widens() {
+            true => [1, 2, 0],
+            false => [0, 1, 2],
+        }
+    }
+
+    /// The type of the image when it is multiplied, and of weights. Stored ones are widened to it, inside or before the kernel.
     fn operand(&self) -> DType {
         match self.arithmetic {
             Arithmetic::Stored(_) => DType::BF16,
@@ -150,7 +214,12 @@ impl Convolution {
         let inputs = Convolution::padded_inputs(sizes.inputs);
         let numbers = self.side * self.side * inputs * sizes.outputs;
         let kernel = self.operand().bits() / 8 * numbers;
-        blocks * (self.rows_seen(block) * row + kernel)
+        let image = blocks * self.rows_seen(block) * row;
+        match self.widens() {
+            // The kernel is read once.
+            true => image * (sizes.outputs / block.columns),
+            false => image + blocks * kernel,
+        }
     }
 
     /// Bytes of operands that Mosaic copies before it multiplies them: in bf16 those of two products, and more where inputs fill
@@ -170,8 +239,8 @@ impl Convolution {
         block.image_rows + self.side - 1
     }
 
-    /// Bytes of the core's memory: windows, the rows of the image as they are multiplied, and the sums of the kernel's
-    /// columns, of which two are moved.
+    /// Bytes of the core's memory: windows, the rows of the image as they are multiplied, the sums of the kernel's
+    /// columns, of which two are moved, and what is widened.
     fn bytes(&self, block: Block, sizes: Sizes) -> usize {
         let windows = Kernel::new(Vec::new(), self.windows(block, sizes));
         let pixels = block.image_rows * self.width;
@@ -181,7 +250,11 @@ impl Convolution {
         // Those that are moved have a tile of rows before and behind them.
         let rows = (self.side + 2) * pixels + 4 * TILE_ROWS[1];
         let sums = rows * block.columns.next_multiple_of(LANES) * 4;
-        windows.window_bytes() + image + sums + self.copied(block, sizes.inputs)
+        let wide = match self.widens() {
+            true => 2 * self.side * self.side * inputs * block.columns.next_multiple_of(LANES),
+            false => 0,
+        };
+        windows.window_bytes() + image + sums + wide + self.copied(block, sizes.inputs)
     }
 
     /// The row of biases in what each output is scaled with. Before it are scales, behind it what is added.
@@ -203,10 +276,11 @@ impl Convolution {
             }
     }
 
-    /// Windows of the kernel, behind those of the image.
+    /// Windows of the kernel and of scales of its groups, behind those of the image.
     fn windows_of_weights(&self) -> usize {
         match self.weights {
             Weights::Rows => 1,
+            Weights::Terms { .. } => 1 + usize::from(self.group().is_some()),
             Weights::Places | Weights::Reversed => self.side * self.side,
         }
     }
@@ -230,12 +304,13 @@ impl Convolution {
         } = block;
         let terms = self.side * Convolution::padded_inputs(inputs);
         let places = self.side * self.side;
-        let several = outputs > columns;
+        let [along_images, along_rows, along_columns] = self.order().map(Some);
+        let along_columns = along_columns.filter(|_| outputs > columns);
         let x = Window {
             dtype: DType::BF16,
             array: [batch, self.height * self.width, inputs],
             block: [image_rows * self.width, inputs],
-            index: [Some(0), Some(1), None],
+            index: [along_images, along_rows, None],
             place: Place::Own,
             first_column: 0,
         };
@@ -250,12 +325,24 @@ impl Convolution {
             dtype: self.operand(),
             array: [1, self.side * outputs, terms],
             block: [self.side * columns, terms],
-            index: [None, several.then_some(2), None],
+            index: [None, along_columns, None],
+            place: Place::Own,
+            first_column: 0,
+        };
+        let of_terms = |dtype: DType, terms: usize| Window {
+            dtype,
+            array: [1, terms, outputs],
+            block: [terms, columns],
+            index: [None, None, along_columns],
             place: Place::Own,
             first_column: 0,
         };
         let place = |place: usize| match self.weights {
             Weights::Rows => rows,
+            Weights::Terms { .. } => match (place, self.group()) {
+                (1, Some(group)) => of_terms(DType::F32, inputs / group),
+                _ => of_terms(self.arithmetic.operand(), places * inputs),
+            },
             Weights::Places => Window {
                 array: [1, places * outputs, inputs],
                 block: [columns, inputs],
@@ -263,18 +350,16 @@ impl Convolution {
                 ..rows
             },
             Weights::Reversed => Window {
-                array: [1, places * inputs, outputs],
                 block: [inputs, columns],
-                index: [None, None, several.then_some(2)],
                 place: Place::From(places - 1 - place),
-                ..rows
+                ..of_terms(self.operand(), places * inputs)
             },
         };
         let inverse = Window {
             dtype: DType::F32,
             array: [batch, 1, inputs],
             block: [1, inputs],
-            index: [Some(0), None, None],
+            index: [along_images, None, None],
             place: Place::Own,
             first_column: 0,
         };
@@ -283,7 +368,7 @@ impl Convolution {
             dtype: DType::F32,
             array: [batch, rows, outputs],
             block: [rows, columns],
-            index: [Some(0), None, several.then_some(2)],
+            index: [along_images, None, along_columns],
             place: Place::Own,
             first_column: 0,
         };
@@ -291,7 +376,7 @@ impl Convolution {
             dtype: DType::BF16,
             array: [batch, self.height * self.width, outputs],
             block: [image_rows * self.width, columns],
-            index: [Some(0), Some(1), several.then_some(2)],
+            index: [along_images, along_rows, along_columns],
             place: Place::Own,
             first_column: 0,
         };
@@ -312,37 +397,85 @@ impl Convolution {
     }
 
     fn kernel(&self, block: Block, sizes: Sizes) -> Kernel {
-        let grid = vec![
+        let steps = [
             sizes.batch,
             self.height / block.image_rows,
             sizes.outputs / block.columns,
         ];
+        let mut grid = vec![0; steps.len()];
+        for (dim, count) in self.order().into_iter().zip(steps) {
+            grid[dim] = count;
+        }
         let mut kernel = Kernel::new(grid, self.windows(block, sizes));
+        if self.widens() {
+            kernel.memory = MOST_VMEM_BYTES;
+            kernel.join_last_dims();
+        }
         self.step(&mut kernel, block, sizes);
         kernel
     }
 
     fn step(&self, k: &mut Kernel, block: Block, sizes: Sizes) {
-        let Sizes {
-            inputs, outputs, ..
-        } = sizes;
-        let Block {
-            image_rows,
-            columns,
-        } = block;
-        let pixels = image_rows * self.width;
-        let rows = [self.rows_seen(block) * self.width, inputs];
-        let image = k.scratch(self.operand(), rows);
-        match outputs > columns {
-            false => self.keep_image(k, image_rows, image),
-            true => k.when_first(2, |k| self.keep_image(k, image_rows, image)),
+        let memories = self.memories(k, block, sizes);
+        let [along_images, along_rows, along_columns] = self.order();
+        let stays = sizes.outputs > block.columns && !self.widens();
+        match stays {
+            false => self.keep_image(k, block.image_rows, memories.image),
+            true => k.when_first(along_columns, |k| {
+                self.keep_image(k, block.image_rows, memories.image);
+            }),
         }
-        let mut sums = self.column(k, image, self.side / 2, block);
-        if self.side > 1 {
+        let widening = self.widening(sizes.inputs);
+        let all = [along_images, along_rows];
+        let steps = sizes.batch * self.height / block.image_rows;
+        match self.weights {
+            Weights::Terms { one_core: true } if steps > 1 => {
+                k.when_first_of(&all, |k| self.multiply(k, &memories, block, widening));
+                k.unless_first_of(&all, |k| self.multiply(k, &memories, block, None));
+            }
+            _ => self.multiply(k, &memories, block, widening),
+        }
+    }
+
+    fn memories(&self, k: &mut Kernel, block: Block, sizes: Sizes) -> Memories {
+        let pixels = block.image_rows * self.width;
+        let (inputs, columns) = (sizes.inputs, block.columns);
+        let rows_seen = self.rows_seen(block) * self.width;
+        let wide = match self.widens() {
+            true => self.side * self.side,
+            false => 0,
+        };
+        // A tile of rows before and behind the sums.
+        let moved = [pixels + 2 * TILE_ROWS[1], columns];
+        Memories {
+            image: k.scratch(self.operand(), [rows_seen, inputs]),
+            moved: (1..self.side)
+                .map(|_| k.scratch(self.arithmetic.sum(), moved))
+                .collect(),
+            wide: (0..wide)
+                .map(|_| k.scratch(self.operand(), [inputs, columns]))
+                .collect(),
+        }
+    }
+
+    /// Multiplies and stores the block of a step. With `widening` each part of the weights is widened while one before it is
+    /// multiplied.
+    fn multiply(
+        &self,
+        k: &mut Kernel,
+        memories: &Memories,
+        block: Block,
+        widening: Option<Widening>,
+    ) {
+        let pixels = block.image_rows * self.width;
+        let columns = block.columns;
+        let mut sums = self.column(k, memories, self.side / 2, block, widening);
+        if let &[left, right] = &memories.moved[..] {
             // What the pixels on the left and on the right of each pixel add to it stands in the place of those pixels.
-            let [left, right] = [0, 2].map(|place| self.column(k, image, place, block));
-            let left = self.moved(k, left, -1, 0.0);
-            let right = self.moved(k, right, 1, self.width as f64 - 1.0);
+            let sides = [0, 2].map(|place| self.column(k, memories, place, block, widening));
+            let last = self.width as f64 - 1.0;
+            let left = self.moved(k, left, sides[0], -1, 0.0);
+            let right = self.moved(k, right, sides[1], 1, last);
             sums = k.add(sums, left);
             sums = k.add(sums, right);
         }
@@ -378,14 +511,31 @@ impl Convolution {
 
     /// The products with one column of the convolution's kernel, the number `place`: sums over its rows, `[pixels,
     /// columns]`.
-    fn column(&self, k: &mut Kernel, image: Scratch, place: usize, block: Block) -> KernelValue {
+    fn column(
+        &self,
+        k: &mut Kernel,
+        memories: &Memories,
+        place: usize,
+        block: Block,
+        widening: Option<Widening>,
+    ) -> KernelValue {
         let pixels = block.image_rows * self.width;
+        let image = memories.image;
         let [_, inputs] = k.scratch_size(image);
         let zero = k.splat(self.arithmetic.sum(), [pixels, block.columns], 0.0);
         (0..self.side).fold(zero, |sums, kernel_row| {
             let x = k.kept_part(image, [kernel_row * self.width, 0], [pixels, inputs]);
-            let of_place = self.side + kernel_row * self.side + place;
+            let place_of_kernel = kernel_row * self.side + place;
+            let of_place = self.side + place_of_kernel;
             match self.weights {
+                Weights::Terms { .. } => {
+                    let wide = memories.wide[place_of_kernel];
+                    if let Some(widening) = widening {
+                        widening.widen(k, wide, place_of_kernel * inputs);
+                    }
+                    let weights = k.kept(wide);
+                    k.matmul(x, weights, sums)
+                }
                 Weights::Rows => {
                     let first = place * Convolution::padded_inputs(inputs);
                     let row = k.row(kernel_row * block.columns);
@@ -408,10 +558,15 @@ impl Convolution {
 
     /// The value of the pixel `step` further on, and 0 for those in the column `outermost` of the image, which have
     /// none.
-    fn moved(&self, k: &mut Kernel, x: KernelValue, step: isize, outermost: f64) -> KernelValue {
+    fn moved(
+        &self,
+        k: &mut Kernel,
+        memory: Scratch,
+        x: KernelValue,
+        step: isize,
+        outermost: f64,
+    ) -> KernelValue {
         let size = k.size(x);
-        let [rows, columns] = size;
-        let memory = k.scratch(self.arithmetic.sum(), [rows + 2 * TILE_ROWS[1], columns]);
         k.keep(memory, x, [TILE_ROWS[1], 0]);
         let moved = k.kept_part(memory, [TILE_ROWS[1].saturating_add_signed(step), 0], size);
         let place = k.rows(self.width, size);
@@ -437,12 +592,13 @@ impl Convolution {
             return;
         }
         let last = self.height / image_rows - 1;
+        let [_, along_rows, _] = self.order();
         for (window, row, edge) in [(BEFORE, 0, 0), (BEHIND, image_rows + 1, last)] {
             let row = row * self.width;
             let places = [0, row].map(|row| k.row(row));
             self.keep_row(k, window, places, image);
             // Outside the image are zeros.
-            k.when(1, edge, |k| {
+            k.when(along_rows, edge, |k| {
                 let [_, inputs] = k.scratch_size(image);
                 let zeros = k.splat(self.operand(), [self.width, inputs], 0.0);
                 k.keep(image, zeros, [row, 0]);
@@ -499,6 +655,7 @@ impl CustomCall for Convolution {
     fn name(&self) -> &'static str {
         match self.arithmetic {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => "int8_convolution",
+            Arithmetic::Stored(_) if self.widens() => "stored_convolution",
             Arithmetic::Bf16 | Arithmetic::Stored(_) => "convolution",
         }
     }
@@ -519,9 +676,13 @@ impl CustomCall for Convolution {
             return Configuration::Text(String::new());
         };
         // The image and the kernel once each.
-        let once = [&operands[..1], &operands[self.side..=self.side]].concat();
-        let others = &operands[self.side + self.windows_of_weights()..];
-        let all = once.iter().chain(others);
+        let behind_weights = self.side + self.windows_of_weights();
+        let of_weights = match self.weights {
+            Weights::Rows | Weights::Terms { .. } => &operands[self.side..behind_weights],
+            Weights::Places | Weights::Reversed => &operands[self.side..=self.side],
+        };
+        let all = operands[..1].iter().chain(of_weights);
+        let all = all.chain(&operands[behind_weights..]);
         let operand_bytes: u64 = all.map(|s| s.bytes() as u64).sum();
         let cost = CostEstimate {
             flops: self.flops(operands, &result),

@@ -10,7 +10,7 @@ use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
 use super::super::{Added, Convolution, Weights, Widen};
-use super::contracted::{ContractedDims, Scales};
+use super::contracted::{Contracted, ContractedDims, Scales};
 use super::{Claims, Result, inverse_of_features};
 
 /// A convolution with what belongs to it. Numbers are nodes.
@@ -79,33 +79,54 @@ impl Claims<'_> {
         };
         let outputs = *node.shape.dims.last()?;
         let side = *kernel.dims.last()?;
-        let arithmetic = contracted.scales.arithmetic();
         let around = (side / 2) as i64;
         let same_size = ConvDims::of_image(1, (around, around));
-        let found = Convolution {
-            arithmetic,
-            height,
-            width,
-            side,
-            weights: Weights::Rows,
-            added: Added::Nothing,
-        };
-        let fills_lanes = arithmetic.sum() == DType::S32 || inputs >= LANES && outputs >= LANES;
-        let takes = self.is_split(&node.shape)
-            && *dims == same_size
-            && kernel.dims == [outputs, inputs, side, side]
-            && fills_lanes
-            && found.fits(inputs, outputs);
-        takes.then(|| Found {
-            kernel: found,
+        let of = |weights: u32, scales: Scales, layout: Weights| Found {
+            kernel: Convolution {
+                arithmetic: scales.arithmetic(),
+                height,
+                width,
+                side,
+                weights: layout,
+                added: Added::Nothing,
+            },
             contraction: i,
             x,
-            weights: contracted.weights,
-            scales: contracted.scales,
+            weights,
+            scales,
             bias: None,
             added: None,
             shape: node.shape.clone(),
-        })
+        };
+        let stored = self.stored(&contracted).map(|(weights, scales)| {
+            let one_core = self.features.one_core;
+            of(weights, scales, Weights::Terms { one_core })
+        });
+        let other = of(contracted.weights, contracted.scales, Weights::Rows);
+        let takes = |found: &Found| {
+            let is_integer = found.kernel.arithmetic.sum() == DType::S32;
+            let fills_lanes = is_integer || inputs >= LANES && outputs >= LANES;
+            self.is_split(&node.shape)
+                && *dims == same_size
+                && kernel.dims == [outputs, inputs, side, side]
+                && fills_lanes
+                && found.kernel.fits(inputs, outputs)
+        };
+        stored.into_iter().chain([other]).find(takes)
+    }
+
+    /// The integers and scales of a contraction's weights, where these are stored so and a kernel widens them.
+    fn stored(&self, contracted: &Contracted<'_>) -> Option<(u32, Scales)> {
+        if !self.features.int8 {
+            return None;
+        }
+        match (self.in_groups(contracted.weights), contracted.scales) {
+            (Some((integers, stored, scale)), Scales::None) => {
+                Some((integers, Scales::Stored(stored, scale)))
+            }
+            (None, scales @ Scales::Stored(..)) => Some((contracted.weights, scales)),
+            _ => None,
+        }
     }
 
     /// The convolution with the sum that follows it, and the sum's node. `None` where none does, or the kernel does not
@@ -138,7 +159,7 @@ impl Claims<'_> {
         Some((sum, found))
     }
 
-    /// Integers in rows as bf16.
+    /// Integers in rows as bf16, for a kernel that does not widen them.
     fn widened(&self, b: &Builder, integers: Tensor) -> Result<Tensor> {
         let shape = b.shape(integers);
         let kernel = Widen {
@@ -152,7 +173,7 @@ impl Claims<'_> {
         }
     }
 
-    /// The weights in rows, where they are integers in groups that a kernel widens.
+    /// The weights in rows, where they are integers in groups that a kernel of its own widens.
     fn grouped(
         &self,
         b: &Builder,
@@ -221,8 +242,9 @@ impl Claims<'_> {
         let weights = self.before_storage(found.weights, copies);
         let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
         let mut operands = vec![x; side];
-        let weights = match found.scales {
-            Scales::Stored(..) => {
+        let weights = match (found.kernel.weights, found.scales) {
+            (Weights::Terms { .. }, _) => in_terms(b, weights)?,
+            (_, Scales::Stored(..)) => {
                 // As in groups.
                 let integers = b.stored(in_rows(b, weights, side, block)?)?;
                 self.widened(b, integers)?
@@ -233,6 +255,12 @@ impl Claims<'_> {
             },
         };
         operands.push(weights);
+        if let Some(scale) = found.scales.of_groups() {
+            let scale = b.convert(self.before_storage(scale, copies), DType::F32)?;
+            let scale = b.transpose(scale, &[1, 0])?;
+            let groups = b.dims(scale)[0];
+            operands.push(b.reshape(scale, &[1, groups, outputs])?);
+        }
 
         let row = |x: Tensor, dim: usize| -> Result<Tensor> {
             let x = b.convert(x, DType::F32)?;
@@ -241,7 +269,11 @@ impl Claims<'_> {
         let mut rows = Vec::new();
         match found.scales {
             Scales::None => {}
-            Scales::Stored(_, columns) => rows.push(row(copy(columns), 2)?),
+            Scales::Stored(..) => {
+                if let Some(columns) = found.scales.of_columns() {
+                    rows.push(row(copy(columns), 2)?);
+                }
+            }
             Scales::Found(scales) => {
                 let [image, columns] = scales.map(copy);
                 let inverse = inverse_scale(b, image)?;
@@ -286,7 +318,14 @@ fn inverse_scale(b: &Builder, scale: Tensor) -> Result<Tensor> {
     b.convert(inverse, DType::F32)
 }
 
-/// The kernel `[outputs, inputs, side, side]` as [`Convolution`] takes it, in blocks of `block` outputs.
+/// The kernel `[outputs, inputs, side, side]` as [`Weights::Terms`] has it.
+fn in_terms(b: &Builder, weights: Tensor) -> Result<Tensor> {
+    let [outputs, inputs, height, width] = [0, 1, 2, 3].map(|d| b.dims(weights)[d]);
+    let x = b.transpose(weights, &[2, 3, 1, 0])?;
+    b.reshape(x, &[1, height * width * inputs, outputs])
+}
+
+/// The kernel `[outputs, inputs, side, side]` as [`Weights::Rows`] has it, in blocks of `block` outputs.
 fn in_rows(b: &Builder, weights: Tensor, side: usize, block: usize) -> Result<Tensor> {
     let [outputs, inputs] = [0, 1].map(|d| b.dims(weights)[d]);
     let padded = Convolution::padded_inputs(inputs);

@@ -96,13 +96,14 @@ impl Run<'_> {
                 }
                 self.assign(&statement.results, carry);
             } else if let Op::When {
-                dim,
+                dims,
                 place,
                 is,
                 body,
             } = &statement.op
             {
-                if (self.place[*dim] == *place) == *is {
+                let sum: usize = dims.iter().map(|dim| self.place[*dim]).sum();
+                if (sum == *place) == *is {
                     self.statements(body);
                 }
             } else if let Some(value) = self.value(&statement.op, statement.results.first()) {

@@ -28,6 +28,8 @@ pub struct Kernel {
     pub memory: usize,
     /// The dimensions whose steps run in order on one core; those of the others may run in any order, on any core.
     ordered: BTreeSet<usize>,
+    /// Whether Mosaic counts the last two dimensions as one.
+    joined: bool,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
     /// The types of scratch memories.
@@ -115,9 +117,10 @@ enum Op {
     Kept(Scratch, Value, usize),
     /// Puts a value into a scratch memory, from a row and a column.
     Keep(Scratch, Value, Value, usize),
-    /// Runs the body where the step is in this place along a dimension of the grid, or where it is not.
+    /// Runs the body where the step is in this place along a dimension of the grid, or where it is not; of several dimensions
+    /// the sum of the places counts.
     When {
-        dim: usize,
+        dims: Vec<usize>,
         place: usize,
         is: bool,
         body: Vec<Statement>,
@@ -198,11 +201,18 @@ impl Kernel {
             grid,
             memory: VMEM_BYTES,
             ordered: BTreeSet::new(),
+            joined: false,
             windows,
             scratch: Vec::new(),
             types: Vec::new(),
             body: Vec::new(),
         }
+    }
+
+    /// Has Mosaic count the last two dimensions of the grid as one. Where work is done once for all steps of both, a part of
+    /// the grid that is simulated then has this work for each step of the others.
+    pub fn join_last_dims(&mut self) {
+        self.joined = true;
     }
 
     /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed
@@ -445,29 +455,39 @@ impl Kernel {
     /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values
     /// of the body are not seen outside it.
     pub fn when_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
-        self.ordered.insert(dim);
-        self.when(dim, 0, body);
+        self.when_first_of(&[dim], body);
+    }
+
+    /// The same where the step is the first along each of `dims`.
+    pub fn when_first_of(&mut self, dims: &[usize], body: impl FnOnce(&mut Kernel)) {
+        self.ordered.extend(dims);
+        self.run(dims, 0, true, body);
     }
 
     /// Runs `body` where the step is not the first along dimension `dim` of the grid.
     pub fn unless_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
-        self.run(dim, 0, false, body);
+        self.unless_first_of(&[dim], body);
+    }
+
+    /// The same where the step is not the first along one of `dims`.
+    pub fn unless_first_of(&mut self, dims: &[usize], body: impl FnOnce(&mut Kernel)) {
+        self.run(dims, 0, false, body);
     }
 
     /// Runs `body` where the step is in `place` along dimension `dim` of the grid. Values of the body are not seen
     /// outside it.
     pub fn when(&mut self, dim: usize, place: usize, body: impl FnOnce(&mut Kernel)) {
-        self.run(dim, place, true, body);
+        self.run(&[dim], place, true, body);
     }
 
-    fn run(&mut self, dim: usize, place: usize, is: bool, body: impl FnOnce(&mut Kernel)) {
+    fn run(&mut self, dims: &[usize], place: usize, is: bool, body: impl FnOnce(&mut Kernel)) {
         let outer = std::mem::take(&mut self.body);
         body(self);
         let body = std::mem::replace(&mut self.body, outer);
         self.body.push(Statement {
             results: Vec::new(),
             op: Op::When {
-                dim,
+                dims: dims.to_vec(),
                 place,
                 is,
                 body,

@@ -52,9 +52,12 @@ impl Kernel {
         let mut text = "module {\n".to_string();
         let arguments = self.windows.iter().enumerate();
         let arguments = arguments.map(|(i, window)| format!("%w{i}: {}", memref(window)));
-        let grid: Vec<String> = (0..self.grid.len())
-            .map(|i| format!("%g{i}: i32"))
-            .collect();
+        let Steps {
+            arguments: grid,
+            bounds: steps,
+            order,
+            places,
+        } = self.steps();
         let scratch = self.scratch.iter().enumerate();
         let scratch = scratch.map(|(i, of)| format!("%s{i}: {}", memory(*of)));
         let all: Vec<String> = grid
@@ -70,12 +73,6 @@ impl Kernel {
             )
         });
         let windows: Vec<String> = windows.collect();
-        let steps: Vec<String> = self.grid.iter().map(ToString::to_string).collect();
-        let order = (0..self.grid.len()).map(|dim| match self.ordered.contains(&dim) {
-            true => "#tpu.dimension_semantics<arbitrary>",
-            false => "#tpu.dimension_semantics<parallel>",
-        });
-        let order: Vec<&str> = order.collect();
         let _ = writeln!(
             text,
             "func.func @main({}) attributes {{iteration_bounds = array<i64: {}>, dimension_semantics = [{}], \
@@ -87,6 +84,7 @@ impl Kernel {
             windows.join(", ")
         );
         text += "%zero = arith.constant 0 : index\n%none = arith.constant 0 : i32\n";
+        text += &places;
         for statement in &self.body {
             self.statement(&mut text, statement);
         }
@@ -129,13 +127,44 @@ impl Kernel {
             }
             let _ = writeln!(
                 text,
-                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n{neighbour}\
+                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n{places}{neighbour}\
                  return {} : i32, i32, i32\n}}",
                 grid.join(", "),
                 at.join(", ")
             );
         }
         text + "}\n"
+    }
+
+    /// The grid as Mosaic counts it.
+    fn steps(&self) -> Steps {
+        let mut steps = Steps {
+            arguments: (0..self.grid.len())
+                .map(|dim| format!("%g{dim}: i32"))
+                .collect(),
+            bounds: self.grid.iter().map(ToString::to_string).collect(),
+            order: (0..self.grid.len())
+                .map(|dim| self.ordered.contains(&dim))
+                .map(semantics)
+                .collect(),
+            places: String::new(),
+        };
+        if let (true, &[.., first, last]) = (self.joined, &self.grid[..]) {
+            let dim = self.grid.len() - 2;
+            let inner = dim + 1;
+            let is_ordered = [dim, inner].iter().any(|dim| self.ordered.contains(dim));
+            steps.arguments.truncate(dim);
+            steps.arguments.push("%both: i32".to_owned());
+            steps.bounds.truncate(dim);
+            steps.bounds.push((first * last).to_string());
+            steps.order.truncate(dim);
+            steps.order.push(semantics(is_ordered));
+            steps.places = format!(
+                "%count = arith.constant {last} : i32\n%g{dim} = arith.divsi %both, %count : i32\n\
+                 %g{inner} = arith.remsi %both, %count : i32\n"
+            );
+        }
+        steps
     }
 
     fn vector(&self, value: Value) -> String {
@@ -229,18 +258,24 @@ impl Kernel {
                 )
             }
             Op::When {
-                dim,
+                dims,
                 place,
                 is,
                 body,
             } => {
                 let relation = if *is { "eq" } else { "ne" };
                 // Names inside one are not seen in another.
-                let condition = format!("%at{dim}_{place}_{}", text.len());
+                let condition = format!("%at{place}_{}", text.len());
+                let mut sum = "%none".to_owned();
+                for dim in dims {
+                    let next = format!("{condition}_g{dim}");
+                    let _ = writeln!(text, "{next} = arith.addi {sum}, %g{dim} : i32");
+                    sum = next;
+                }
                 let _ = writeln!(
                     text,
                     "{condition}_p = arith.constant {place} : i32\n\
-                     {condition} = arith.cmpi {relation}, %g{dim}, {condition}_p : i32\nscf.if {condition} {{"
+                     {condition} = arith.cmpi {relation}, {sum}, {condition}_p : i32\nscf.if {condition} {{"
                 );
                 for statement in body {
                     self.statement(text, statement);
@@ -444,6 +479,24 @@ impl Kernel {
             self.statement(text, statement);
         }
         let _ = writeln!(text, "scf.yield{yielded}\n}}");
+    }
+}
+
+/// How Mosaic counts the steps of a grid.
+struct Steps {
+    /// Of the functions that see a step's place.
+    arguments: Vec<String>,
+    bounds: Vec<String>,
+    /// Whether steps of each dimension run in order.
+    order: Vec<&'static str>,
+    /// Operations that give the place along each dimension of the kernel's own grid.
+    places: String,
+}
+
+fn semantics(is_ordered: bool) -> &'static str {
+    match is_ordered {
+        true => "#tpu.dimension_semantics<arbitrary>",
+        false => "#tpu.dimension_semantics<parallel>",
     }
 }
 

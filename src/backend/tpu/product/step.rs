@@ -1,18 +1,16 @@
 //! What one step of a product computes of its blocks.
 
-use std::ops::Range;
-
 use crate::dtype::DType;
 
-use super::super::arithmetic::{Arithmetic, StoredWeights, rounded, rounded_to_integers};
+use super::super::arithmetic::{
+    Arithmetic, WIDENED_COLUMNS, Widening, rounded, rounded_to_integers,
+};
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
 use super::gated::gated;
 use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS, block_of_columns};
 
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.
 const GATED_COLUMNS: usize = LANES;
-/// Columns of stored weights that are widened at a time: what is between fits the registers.
-const WIDENED_COLUMNS: usize = 512;
 
 impl Product {
     /// Multiplies and stores the blocks of a step.
@@ -51,11 +49,13 @@ impl Product {
                 multiply(k, wide, at, width);
             }
         };
-        let stored = match self.arithmetic {
-            Arithmetic::Stored(weights) => weights.run(terms).map(|run| (weights, run)),
+        let widening = match self.arithmetic {
+            Arithmetic::Stored(weights) => {
+                Widening::new(weights, terms, [1, self.windows_before_residual() - 1])
+            }
             Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => None,
         };
-        let Some((weights, run)) = stored else {
+        let Some(widening) = widening else {
             return multiply_all(k, None);
         };
         let wide = k.scratch(DType::BF16, [terms, self.parts() * columns]);
@@ -67,7 +67,7 @@ impl Product {
         let widen_and_multiply = |k: &mut Kernel| {
             for at in (0..columns).step_by(part) {
                 for first in (at..).step_by(columns).take(self.parts()) {
-                    self.widen(k, wide, weights, [terms, run], first..first + part);
+                    widening.widen_columns(k, wide, 0, first..first + part);
                 }
                 multiply(k, Some(wide), at, part);
             }
@@ -149,31 +149,6 @@ impl Product {
         });
         let first = place(k, 0);
         k.kept_at(normed, first, 0, [rows, terms])
-    }
-
-    /// Puts columns of the block's weights into `wide` in bf16, a run of terms at a time.
-    fn widen(
-        &self,
-        k: &mut Kernel,
-        wide: Scratch,
-        weights: StoredWeights,
-        [terms, run]: [usize; 2],
-        columns: Range<usize>,
-    ) {
-        let scales = self.windows_before_residual() - 1;
-        for row in (0..terms).step_by(run) {
-            let first = k.row(row);
-            let integers = k.load_part(1, first, run, columns.clone());
-            let mut values = k.convert(integers, DType::F32);
-            if let Some(group) = weights.group {
-                let group = k.row(row / group);
-                let scale = k.load_part(scales, group, 1, columns.clone());
-                let scale = k.broadcast_row(scale, run);
-                values = k.mul(values, scale);
-            }
-            let values = k.convert(values, DType::BF16);
-            k.keep(wide, values, [row, columns.start]);
-        }
     }
 
     /// Columns of the product from `first` on, scaled, with their biases, in bf16.
