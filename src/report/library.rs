@@ -2,8 +2,8 @@
 
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto};
 
-use super::cost::{contraction_macs, convolution_macs, wider};
 use super::instruction::BackendConfig;
+use super::macs::{contraction_macs, convolution_macs, wider};
 use super::program::{HloProgram, Site};
 
 /// `__cublas$gemm`, `__cublas$lt$matmul` and its form for fp8.

@@ -27,6 +27,7 @@ mod cost;
 mod instruction;
 mod kernels;
 mod library;
+mod macs;
 mod predicted;
 mod program;
 mod purpose;

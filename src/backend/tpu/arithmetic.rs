@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 
-use super::mosaic::{Kernel, Scratch, Value as KernelValue};
-use super::product::block_of_columns;
+use super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
 
 /// Multiply-adds of int8 products that cannot overflow 32 bits: 128 * 128 * 130,000 < 2^31.
 pub(super) const MOST_TERMS: usize = 130_000;
@@ -162,4 +161,14 @@ pub(super) fn rounded_to_integers(
 pub(super) fn rounded(k: &mut Kernel, x: KernelValue) -> KernelValue {
     let x = k.convert(x, DType::BF16);
     k.convert(x, DType::F32)
+}
+
+/// The largest multiple of [`LANES`] up to `most` that divides `columns`, or all of them.
+pub(super) fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
+    if columns > 0 && columns <= most {
+        return Some(columns);
+    }
+    let sizes = (1..=most / LANES).rev().map(|tiles| tiles * LANES);
+    let mut sizes = sizes.filter(|size| columns.is_multiple_of(*size));
+    sizes.next().filter(|_| columns > 0)
 }

@@ -7,12 +7,11 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, rounded_to_integers};
+use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
 use super::mosaic::{
     CostEstimate, Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue,
     Window, evaluated,
 };
-use super::product::block_of_columns;
 
 /// Rows of an int8 tile, and of an `f32` one.
 const TILE_ROWS: [usize; 2] = [32, 8];

@@ -9,11 +9,11 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+use super::arithmetic::block_of_columns;
 use super::mosaic::{
     CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
     evaluated,
 };
-use super::product::block_of_columns;
 
 /// Rows and columns of the convolution's kernel.
 const SIDE: usize = 3;

@@ -10,10 +10,8 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::arithmetic::{Arithmetic, MOST_TERMS};
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window, evaluated,
-};
+use super::arithmetic::{Arithmetic, MOST_TERMS, block_of_columns};
+use super::mosaic::{CostEstimate, Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window, evaluated};
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
@@ -298,16 +296,6 @@ impl Product {
     fn is_recorded(&self) -> bool {
         self.arithmetic == Arithmetic::RecordedInt8
     }
-}
-
-/// The largest multiple of [`LANES`] up to `most` that divides `columns`, or all of them.
-pub(super) fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
-    if columns > 0 && columns <= most {
-        return Some(columns);
-    }
-    let sizes = (1..=most / LANES).rev().map(|tiles| tiles * LANES);
-    let mut sizes = sizes.filter(|size| columns.is_multiple_of(*size));
-    sizes.next().filter(|_| columns > 0)
 }
 
 impl CustomCall for Product {

@@ -7,8 +7,8 @@ use crate::graph::eval::Value;
 use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+use super::arithmetic::block_of_columns;
 use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Window, evaluated};
-use super::product::block_of_columns;
 
 /// Terms that are widened at a time: what is between fits the registers.
 const MOST_TERMS: usize = 512;

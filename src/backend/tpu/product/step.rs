@@ -3,11 +3,11 @@
 use crate::dtype::DType;
 
 use super::super::arithmetic::{
-    Arithmetic, WIDENED_COLUMNS, Widening, rounded, rounded_to_integers,
+    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers,
 };
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
 use super::gated::gated;
-use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS, block_of_columns};
+use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS};
 
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.
 const GATED_COLUMNS: usize = LANES;
