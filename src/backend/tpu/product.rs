@@ -423,6 +423,7 @@ impl CustomCall for Product {
 
 #[cfg(test)]
 mod tests {
+    use super::super::mosaic::LANES;
     use super::*;
     use crate::backend::tpu::StoredWeights;
 
