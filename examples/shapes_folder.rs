@@ -26,10 +26,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let Dataset::Shapes(shapes) = recipe::dataset(&config, &mut notify)? else {
         return Err("dataset_type is not shapes".into());
     };
+    let numbers = varied(&shapes)?;
     let dir = Path::new(dir);
     fs::create_dir_all(dir)?;
     let mut rows = BufWriter::new(File::create_new(dir.join("metadata.jsonl"))?);
-    let numbers = varied(&shapes)?;
     for (file, number) in numbers.into_iter().enumerate() {
         let sample = shapes.get(number);
         let name = format!("{file:05}.png");

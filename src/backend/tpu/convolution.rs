@@ -31,9 +31,9 @@ const LEAST_PIXELS: usize = 512;
 /// scale of images.
 ///
 /// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel, as [`Convolution::weights`] says, and the
-/// scales of groups of stored weights, `f32[1, groups, outputs]`; in int8 the inverse scale `f32[batch, 1, inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs'
-/// scales and biases, or in bf16 `f32[batch, 1, outputs]`, the biases; and what `added` says. The result is
-/// `bf16[batch, height * width, outputs]`.
+/// scales of groups of stored weights, `f32[1, groups, outputs]`; in int8 the inverse scale `f32[batch, 1, inputs]`, the same
+/// for each; `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases, or in bf16 `f32[batch, 1, outputs]`,
+/// the biases; and what `added` says. The result is `bf16[batch, height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Convolution {
     pub arithmetic: Arithmetic,
