@@ -56,7 +56,7 @@ def run(program, verb, out, *words):
 
 def drawn(program, out, name, *words):
     """The last latents that the program draws."""
-    told = run(program, "generate", out / name, f"pretrained_model_name_or_path={out / 'model'}", f"prompt={PROMPT}",
+    told = run(program, "generate", out / name, f"pretrained_model_name_or_path={out / 'model'}", f"prompt={PROMPT}", "negative_prompt=",
                f"latents={out / 'noise.safetensors'}", f"num_inference_steps={STEPS}", f"guidance_scale={GUIDANCE}",
                "save_latents=True", "scheduler=pndm", "prompt_syntax=plain", *words)
     picture = pathlib.Path(told.strip().splitlines()[-1])

@@ -62,6 +62,15 @@ const ANY_PROGRAM: &[Verb] = &[
     Verb::Lower,
     Verb::ModuleRun,
 ];
+/// Verbs that run on hardware, or compile for it.
+const ON_HARDWARE: &[Verb] = &[
+    Verb::Train,
+    Verb::Generate,
+    Verb::Compile,
+    Verb::Lower,
+    Verb::Quantize,
+    Verb::ModuleRun,
+];
 /// Verbs that open published models.
 const OPENS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Quantize];
 /// Verbs of keys that choose the model.
@@ -447,8 +456,8 @@ schema! {
         calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when QUANTIZED;
 
         group "Hardware and parallelism";
-        /// Hardware to run on, or to compile for.
-        hardware: Hardware = Hardware::Auto, Used, ANY_PROGRAM, is [NotAnOption];
+        /// Hardware to run on, or to compile for. `quantize` calibrates on it.
+        hardware: Hardware = Hardware::Auto, Used, ON_HARDWARE, is [NotAnOption];
         /// Number of virtual devices that the CPU is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOrBetween(1.0, MOST),
             when Is("hardware", &["cpu", "auto"]), is [NotAnOption];

@@ -1,11 +1,10 @@
-//! Calibration: the pipeline draws images on the CPU, and what layers read of them gives the scales of activations.
+//! Calibration: the pipeline draws images, and what layers read of them gives the scales of activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use crate::config::{
-    self, Config, Hardware, Loaded, Prompts, QuantRules, SvdOrder, WeightAlgorithm,
-    WeightGranularity,
+    self, Config, Loaded, Prompts, QuantRules, SvdOrder, WeightAlgorithm, WeightGranularity,
 };
 use crate::dtype::DType;
 use crate::graph::{Granularity, Range, TensorFormat};
@@ -241,8 +240,8 @@ pub(super) fn calibrate(
     prepare_process().map_err(RecipeError::failed)?;
     let opened = open_session(&config, run.try_load, notify)?;
     notify(Notice::Progress(&format!(
-        "calibrating with {count} prompts of {} steps",
-        config.num_inference_steps
+        "calibrating with {count} prompts of {} steps on {}",
+        config.num_inference_steps, opened.chosen
     )));
     let mut pipeline =
         Pipeline::open(opened.session, generation.options).map_err(RecipeError::failed)?;
@@ -303,7 +302,6 @@ fn run_config(config: &Config) -> Result<Config, RecipeError> {
         guidance_scale: calibration.guidance_scale.unwrap_or(config.guidance_scale),
         height: calibration.height,
         width: calibration.width,
-        hardware: Hardware::Cpu,
         ..config.clone()
     })
 }

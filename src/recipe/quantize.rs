@@ -234,7 +234,10 @@ pub fn check_quantize(config: &Config, is_measured: bool) -> Result<(), RecipeEr
 }
 
 /// Checks what is asked for beside the configuration.
-fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), RecipeError> {
+fn check_request(
+    Loaded { config, given, .. }: &Loaded,
+    request: &QuantizeRequest<'_>,
+) -> Result<(), RecipeError> {
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
     let calibration = &config.calibration;
     let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
@@ -243,6 +246,15 @@ fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), R
             "--sensitivity tells what errors do to samples, which needs calibration: give prompts, such as calibration='{prompts: \
              [a lighthouse at sunrise, a bowl of fruit], steps: 20}'",
         );
+    }
+    let mut of_runs = ["hardware", "gpu_memory_fraction"].into_iter();
+    if let Some(key) = of_runs.find(|key| given.place(key) == Place::CommandLine)
+        && !has_prompts
+    {
+        return refuse(&format!(
+            "{key} has no effect: `quantize` runs a model for calibration alone, and there is none; leave it out, or give calibration \
+             prompts"
+        ));
     }
     match (request.budget, config.quantization_candidates.0.is_empty()) {
         (None, false) => refuse(
@@ -292,7 +304,7 @@ pub fn quantize(
     observe: &mut dyn FnMut(u64, u64),
 ) -> Result<QuantizeReport, RecipeError> {
     let config = &loaded.config;
-    check_request(config, request)?;
+    check_request(loaded, request)?;
     check_quantize(config, request.is_measured())?;
     let source = model_to_quantize(loaded, recipe_file, notify)?;
     let family = source.family.spec();
