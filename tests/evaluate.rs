@@ -179,6 +179,12 @@ fn runs_that_cannot_be_compared_are_named() {
         "nowhere: expected a model's folder",
     );
     refused(&[&float, &other], &nowhere[..2], "--models has 1 folders");
+    // A key behind the models is none of them.
+    refused(
+        &[&float, &other],
+        &[&nowhere[..], &["hardware=cpu"]].concat(),
+        "hardware=cpu has no effect without a network",
+    );
     let empty = dir.path().join("empty");
     fs::create_dir(&empty).unwrap();
     refused(

@@ -74,16 +74,19 @@ pub fn run(args: &EvaluateArgs) -> Result<ExitCode, CliError> {
     if let Some(path) = &args.html {
         check_new_file(path)?;
     }
-    let (runs, keys) = split(&args.runs);
+    let (runs, mut keys) = split(&args.runs);
+    // Keys may be the last words, behind the models.
+    let (models, more) = split(&args.models);
+    keys.extend(more);
     if runs.is_empty() {
         return Err(CliError::Usage(
             "expected folders of pictures to compare with the reference's".to_owned(),
         ));
     }
-    if ![0, runs.len() + 1].contains(&args.models.len()) {
+    if ![0, runs.len() + 1].contains(&models.len()) {
         return Err(CliError::Usage(format!(
             "--models has {} folders; expected one for the reference and one for each run, {} in all",
-            args.models.len(),
+            models.len(),
             runs.len() + 1
         )));
     }
@@ -92,7 +95,7 @@ pub fn run(args: &EvaluateArgs) -> Result<ExitCode, CliError> {
     let networks = open_networks(args, &config)?;
     let open = |folder: &Path, at: usize| {
         let run = Run::open(folder)?;
-        match args.models.get(at) {
+        match models.get(at) {
             Some(model) => run.of_model(model),
             None => Ok(run),
         }
@@ -132,12 +135,12 @@ pub fn run(args: &EvaluateArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::from(u8::from(missed)))
 }
 
-/// The folders of runs, and the words that are keys of the configuration: those with a `=` that are no folder.
+/// The folders, and the words that are keys of the configuration: those with a `=` that are no folder.
 fn split(words: &[PathBuf]) -> (Vec<&PathBuf>, Vec<String>) {
     let is_key = |word: &&PathBuf| word.to_string_lossy().contains('=') && !word.exists();
-    let (keys, runs): (Vec<&PathBuf>, Vec<&PathBuf>) = words.iter().partition(is_key);
+    let (keys, folders): (Vec<&PathBuf>, Vec<&PathBuf>) = words.iter().partition(is_key);
     let keys = keys.iter().map(|word| word.to_string_lossy().into_owned());
-    (runs, keys.collect())
+    (folders, keys.collect())
 }
 
 /// Refuses a bound of what no network computes, before anything is.

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use crate::config::{
-    self, Config, Loaded, Prompts, QuantRules, SvdOrder, WeightAlgorithm, WeightGranularity,
+    self, Config, Loaded, Prompts, QuantRule, QuantRules, SvdOrder, WeightAlgorithm,
+    WeightGranularity,
 };
 use crate::dtype::DType;
 use crate::graph::{Granularity, Range, TensorFormat};
@@ -15,7 +16,7 @@ use crate::pipelines::{BoxError, Event, Phase, Pipeline};
 use crate::pjrt::install::TryLoad;
 use crate::pjrt::prepare_process;
 use crate::quant::{
-    Action, AwqWeight, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy,
+    Action, AwqWeight, CalibrationError, Formats, LowRankOptions, Observer, ObserverKind, Policy,
     Statistics, StoredLayer, Watch, Watched, awq_factors, balance, input_scale_name,
     largest_of_features, smooth_factor_name,
 };
@@ -58,32 +59,7 @@ pub(super) fn check_calibration(
 ) -> Result<(), RecipeError> {
     let calibration = &config.calibration;
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    // The policy has the configuration's rules first.
-    let rules = config.quant_rules.0.iter().map(Some);
-    let rules = rules.chain(std::iter::repeat(None));
-    let (mut formats, mut roundings) = (Vec::new(), Vec::new());
-    for (asked, rule) in policy.rules.iter().zip(rules) {
-        match asked.action() {
-            Action::Float => check_float(rule)?,
-            Action::Quantize(own) => {
-                let rounding = Rounding::of(config, rule);
-                rounding.check(config, rule, &own)?;
-                formats.push(own);
-                roundings.push((rule, rounding));
-            }
-        }
-    }
-    let candidates = config.quantization_candidates.0.iter();
-    for rule in candidates.filter(|rule| rule.says_rounding()) {
-        match rule_formats(config, rule)? {
-            None => check_float(Some(rule))?,
-            Some(own) => {
-                let rounding = Rounding::of(config, Some(rule));
-                rounding.check(config, Some(rule), &own)?;
-                roundings.push((Some(rule), rounding));
-            }
-        }
-    }
+    let (formats, roundings) = asked_roundings(config, policy)?;
     let is_static = formats.iter().any(|formats| {
         formats
             .activation
@@ -163,6 +139,46 @@ pub(super) fn check_calibration(
         ),
         _ => Ok(()),
     }
+}
+
+/// How weights are rounded, and the rule that says so.
+type Asked<'a> = (Option<&'a QuantRule>, Rounding);
+
+/// The formats of what the policy quantizes, and how weights are rounded to them or to those of candidates.
+///
+/// # Errors
+/// When weights of a format are not rounded so.
+fn asked_roundings<'a>(
+    config: &'a Config,
+    policy: &Policy,
+) -> Result<(Vec<Formats>, Vec<Asked<'a>>), RecipeError> {
+    // The policy has the configuration's rules first.
+    let rules = config.quant_rules.0.iter().map(Some);
+    let rules = rules.chain(std::iter::repeat(None));
+    let (mut formats, mut roundings) = (Vec::new(), Vec::new());
+    for (asked, rule) in policy.rules.iter().zip(rules) {
+        match asked.action() {
+            Action::Float => check_float(rule)?,
+            Action::Quantize(own) => {
+                let rounding = Rounding::of(config, rule);
+                rounding.check(config, rule, &own)?;
+                formats.push(own);
+                roundings.push((rule, rounding));
+            }
+        }
+    }
+    let candidates = config.quantization_candidates.0.iter();
+    for rule in candidates.filter(|rule| rule.says_rounding()) {
+        match rule_formats(config, rule)? {
+            None => check_float(Some(rule))?,
+            Some(own) => {
+                let rounding = Rounding::of(config, Some(rule));
+                rounding.check(config, Some(rule), &own)?;
+                roundings.push((Some(rule), rounding));
+            }
+        }
+    }
+    Ok((formats, roundings))
 }
 
 /// Whether the model may be one that was trained with ranges of activations: as far as the configuration tells.
