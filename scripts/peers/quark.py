@@ -43,6 +43,17 @@ SMALL = dict(block_out_channels=[128, 256], down_block_types=["DownBlock2D", "Cr
              cross_attention_dim=128, sample_size=16)
 
 
+# Runs a command and writes its peak memory in KiB to a file. Linux counts what the process that starts another had at its peak for the
+# other too, so the one that starts has to be small.
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen(sys.argv[2:])
+_, status, usage = os.wait4(child.pid, 0)
+open(sys.argv[1], "w").write(str(usage.ru_maxrss))
+sys.exit(status != 0)
+"""
+
+
 def write_unet(folder, size):
     """A folder in diffusers' layout with a UNet of random weights alone."""
     import diffusers
@@ -92,13 +103,13 @@ def quark(case, folder, out):
 
 def run(command):
     """The seconds of a command, the peak bytes of its process, and the last line that it prints."""
-    start = time.perf_counter()
-    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
-    printed = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024, printed.splitlines()[-1:]
+    with tempfile.NamedTemporaryFile("r") as peak:
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", LAUNCHER, peak.name, *map(str, command)], stdout=subprocess.PIPE, text=True)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            sys.exit(f"failed: {' '.join(map(str, command))}")
+        return seconds, int(peak.read()) * 1024, done.stdout.splitlines()[-1:]
 
 
 def copy(source, target):
