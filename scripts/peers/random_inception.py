@@ -3,8 +3,8 @@
 Usage: python random_inception.py FILE.safetensors DIR
 
 Weights are random signs of He's size, from seed 0; the norms' means and variances are those of the pictures in DIR (at most 128 of
-them, spread evenly, on white), so that every feature varies. No feature is learned: a Fréchet distance of them compares the runs of one table and
-nothing else. Needs torch, torch-fidelity, safetensors and Pillow.
+them, spread evenly, on white), so that every feature varies. No feature is learned: a Fréchet distance of them compares the runs
+of one table and nothing else. Needs torch, torch-fidelity, safetensors and Pillow.
 """
 
 import pathlib

@@ -7,7 +7,7 @@ use crate::shard::Axis;
 
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::model::builtin_prediction;
-use super::schema::Config;
+use super::schema::{Calibration, Config};
 use super::values::{
     BiasStrategy, DatasetType, LossWeighting, MaskedLoss, ModelConfig, OptimizerType, Quantization,
 };
@@ -523,6 +523,13 @@ fn conflict(keys: &[&str], message: String) -> ConfigErrors {
             message,
         },
     })
+}
+
+impl Calibration {
+    /// Whether prompts ask for a calibration.
+    pub fn is_asked(&self) -> bool {
+        !self.prompts.0.is_empty() || !self.prompts_file.is_empty()
+    }
 }
 
 impl Config {

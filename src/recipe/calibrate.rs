@@ -88,7 +88,7 @@ pub(super) fn check_calibration(
             "observer_compat=quark: Quark has these observers for whole tensors: give quantization_granularity=tensor, or leave it out",
         );
     }
-    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    let has_prompts = calibration.is_asked();
     if !calibration.prompts.0.is_empty() && !calibration.prompts_file.is_empty() {
         return refuse("calibration has both prompts and prompts_file: give one of the two");
     }
@@ -206,8 +206,7 @@ pub(super) fn calibrated(
     roundings: BTreeMap<String, Vec<TensorFormat>>,
     correlated: BTreeSet<String>,
 ) -> Option<Watch> {
-    let calibration = &config.calibration;
-    if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
+    if !config.calibration.is_asked() {
         return None;
     }
     let reads = |layer: &StoredLayer| {
@@ -217,7 +216,7 @@ pub(super) fn calibrated(
     let layers = stored.layers.iter();
     let layers = layers.filter(|(path, layer)| reads(layer) || correlated.contains(*path));
     let layers: BTreeSet<String> = layers.map(|(path, _)| path.clone()).collect();
-    let observer = Observer::of(calibration.observer);
+    let observer = Observer::of(config.calibration.observer);
     (!layers.is_empty()).then(|| Watch {
         model: policy.model.clone(),
         hessians: correlated,

@@ -239,8 +239,7 @@ fn check_request(
     request: &QuantizeRequest<'_>,
 ) -> Result<(), RecipeError> {
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    let calibration = &config.calibration;
-    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    let has_prompts = config.calibration.is_asked();
     if request.sensitivity && !has_prompts {
         return refuse(
             "--sensitivity tells what errors do to samples, which needs calibration: give prompts, such as calibration='{prompts: \
@@ -514,8 +513,7 @@ fn check_trained(
     trained: Option<&TrainedRanges>,
     decided: &Decided,
 ) -> Result<(), RecipeError> {
-    let calibration = &config.calibration;
-    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    let has_prompts = config.calibration.is_asked();
     let needs_ranges = decided.stored.layers.values().any(is_static);
     let Some(trained) = trained else {
         return match needs_ranges && !has_prompts {
