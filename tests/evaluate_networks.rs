@@ -1,5 +1,5 @@
-//! `evaluate` with networks: CLIP score, LPIPS, FID and Inception score against torchmetrics, torch-fidelity and clean-fid. The
-//! networks' weights are made here by the formula of `scripts/oracles/evaluate_networks.py`.
+//! `evaluate` with networks: CLIP score, LPIPS, FID and Inception score against torchmetrics, torch-fidelity and clean-fid, and
+//! ImageReward against its package. The networks' weights are made here by the formula of `scripts/oracles/common.py`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,6 +8,7 @@ use std::process::Output;
 
 use crate::common::{Golden, golden as golden_file, json, keep_programs, program, text};
 use image::RgbImage;
+use maxdiff::data::Tokenizer;
 use maxdiff::data::resample::{bicubic_bytes, bicubic_floats};
 use maxdiff::dtype::DType;
 use maxdiff::evaluate::{frechet_distance, inception_score};
@@ -16,6 +17,7 @@ use maxdiff::weights::{TensorView, save};
 use serde_json::Value;
 
 const FILE: &str = "evaluate_networks.safetensors";
+const IMAGE_REWARD: &str = "image_reward.safetensors";
 const PAIRS: usize = 12;
 
 fn picture(golden: &Golden, name: &str) -> RgbImage {
@@ -88,7 +90,12 @@ fn formula(name: &str, count: usize, scale: f32, offset: f32) -> Vec<u8> {
 
 /// Writes the weights of a network, without those that `left_out` names.
 fn write_weights(golden: &Golden, network: &str, path: &Path, left_out: &str) {
-    let rules = golden.meta["weights"][network].as_object().unwrap();
+    write_by_rules(&golden.meta["weights"][network], path, left_out);
+}
+
+/// Writes weights by the formula, without those that `left_out` names.
+fn write_by_rules(rules: &Value, path: &Path, left_out: &str) {
+    let rules = rules.as_object().unwrap();
     let tensors: Vec<(&String, Vec<usize>, Vec<u8>)> = rules
         .iter()
         .filter(|(name, _)| *name != left_out)
@@ -133,14 +140,18 @@ fn clip_folder(golden: &Golden, dir: &Path) -> PathBuf {
     folder
 }
 
-/// The recorded pictures as runs of `generate`.
+/// The recorded pictures as runs of `generate` with the prompts of the file.
 fn runs(golden: &Golden, dir: &Path, count: usize) -> [PathBuf; 2] {
+    runs_of(golden, &golden.meta["prompts"], dir, count)
+}
+
+fn runs_of(golden: &Golden, prompts: &Value, dir: &Path, count: usize) -> [PathBuf; 2] {
     ["reference", "picture"].map(|name| {
         let folder = dir.join(name).join("images");
         fs::create_dir_all(&folder).unwrap();
         for at in 0..count {
             let settings = GenerationSettings {
-                prompt: golden.meta["prompts"][at].as_str().unwrap().to_owned(),
+                prompt: prompts[at].as_str().unwrap().to_owned(),
                 seed: at as u64,
                 ..GenerationSettings::default()
             };
@@ -227,6 +238,93 @@ fn clip_score_and_lpips_are_torchmetrics() {
     assert_eq!(page.matches(", CLIP score ").count(), PAIRS);
 }
 
+/// A folder of ImageReward, without the weight that `left_out` names.
+fn image_reward_folder(dir: &Path, left_out: &str) -> PathBuf {
+    let folder = dir.join("image-reward");
+    fs::create_dir_all(&folder).unwrap();
+    let vocabulary = golden_file("image_reward/vocab.txt");
+    fs::copy(vocabulary, folder.join("vocab.txt")).unwrap();
+    let rules = &Golden::read(IMAGE_REWARD).meta["weights"];
+    write_by_rules(rules, &folder.join("model.safetensors"), left_out);
+    folder
+}
+
+#[test]
+fn image_reward_is_its_packages() {
+    let golden = Golden::read(IMAGE_REWARD);
+    let dir = tempfile::tempdir().unwrap();
+    let prompts = &golden.meta["prompts"];
+    let [reference, run] = runs_of(&Golden::read(FILE), prompts, dir.path(), PAIRS);
+    let folder = image_reward_folder(dir.path(), "");
+    let weights = format!("--image-reward={}", folder.display());
+    let page = dir.path().join("page.html");
+    let html = format!("--html={}", page.display());
+    let options = ["--json", "--require=image_reward>0", &weights, &html];
+    let output = evaluate([&*reference, &*run], &options);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = &report["runs"][0];
+    for (field, set) in [
+        ("image_reward", "picture"),
+        ("reference_image_reward", "reference"),
+    ] {
+        let expected = golden.values(&format!("out/reward/{set}"));
+        all_close(&of_pictures(found, field), expected, 0.0, 2e-5);
+        let mean = expected.iter().sum::<f64>() / PAIRS as f64;
+        close(number(&found[field]), mean, 2e-5);
+    }
+    assert_eq!(found["clip_score"], Value::Null);
+    let note = found["notes"][0].as_str().unwrap();
+    assert!(
+        note.starts_with("1 pictures have prompts of more than 35 tokens"),
+        "{note}"
+    );
+    let page = fs::read_to_string(page).unwrap();
+    assert_eq!(page.matches(", ImageReward ").count(), PAIRS);
+
+    // A weight of BLIP, one behind it, and the vocabulary of another model.
+    for (left_out, expected) in [
+        (
+            "blip.visual_encoder.pos_embed",
+            "visual_encoder.pos_embed of rank 3 is expected; found no such weight",
+        ),
+        ("mlp.layers.7.bias", "missing: mlp.layers.7.bias [1]"),
+    ] {
+        image_reward_folder(dir.path(), left_out);
+        let output = evaluate([&*reference, &*run], &[&weights]);
+        let error = text(&output.stderr);
+        assert!(error.contains(expected), "{error}");
+    }
+    image_reward_folder(dir.path(), "");
+    let vocabulary = folder.join("vocab.txt");
+    let lines = fs::read_to_string(&vocabulary).unwrap();
+    fs::write(&vocabulary, lines.replace("roof\n", "")).unwrap();
+    let output = evaluate([&*reference, &*run], &[&weights]);
+    let error = text(&output.stderr);
+    let expected = "vocab.txt and BLIP's two tokens are 137 tokens, the weights know 138";
+    assert!(error.contains(expected), "{error}");
+    fs::remove_file(&vocabulary).unwrap();
+    let output = evaluate([&*reference, &*run], &[&weights]);
+    let error = text(&output.stderr);
+    assert!(
+        error.contains("expected vocab.txt; found model.safetensors"),
+        "{error}"
+    );
+}
+
+#[test]
+fn blips_tokens_are_transformers() {
+    let golden = Golden::read(IMAGE_REWARD);
+    let tokenizer = Tokenizer::blip_from_dir(&golden_file("image_reward"), 35).unwrap();
+    let texts = golden.meta["texts"].as_array().unwrap();
+    let expected = golden.values("out/ids").chunks(35);
+    for (text, expected) in texts.iter().zip(expected) {
+        let found = tokenizer.encode(text.as_str().unwrap()).unwrap().ids;
+        let found: Vec<f64> = found.into_iter().map(f64::from).collect();
+        assert_eq!(found, expected, "{text}");
+    }
+}
+
 #[test]
 fn fid_and_inception_score_are_torch_fidelitys_and_clean_fids() {
     let golden = Golden::read(FILE);
@@ -302,7 +400,7 @@ fn networks_that_do_not_fit_are_named() {
         ("inception_score>10", "give --inception with"),
         (
             "image_reward>0",
-            "'image_reward' is of a network that this program does not compute",
+            "give --image-reward with a folder with ImageReward's weights",
         ),
     ] {
         refused(&["--require", bound], expected);

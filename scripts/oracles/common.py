@@ -121,3 +121,43 @@ def linear_model(w):
             return self.linear(x)
 
     return Model()
+
+
+def formula(name: str, count: int, scale: float, offset: float) -> np.ndarray:
+    """Numbers of [offset - scale, offset + scale): SplitMix64 from the FNV-1a hash of the name, the upper 24 bits of each word."""
+    seed = 0xCBF29CE484222325
+    for byte in name.encode():
+        seed = (seed ^ byte) * 0x100000001B3 % 2**64
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    unit = (z >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
+    return unit * np.float32(scale) + np.float32(offset)
+
+
+def fill(state: dict, gain: dict) -> dict:
+    """Fills PyTorch's tensors by the formula; gives dimensions, scale and offset of each. `gain` has factors by the end of names."""
+    import torch
+
+    rules = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            continue
+        dims = list(tensor.shape)
+        if name.startswith("lin"):
+            scale, offset = 1.0 / dims[1], 1.0 / dims[1]
+        elif name.endswith("running_mean") or name.endswith("bias"):
+            scale, offset = 0.1, 0.0
+        elif name.endswith("running_var") or (name.endswith("weight") and len(dims) == 1):
+            scale, offset = 0.3, 1.0
+        else:
+            fan_in = int(np.prod(dims[1:])) if len(dims) > 1 else 1
+            scale, offset = float(np.sqrt(6 / fan_in)), 0.0
+            if "embedding" in name and "patch" not in name:
+                scale = 0.5
+        scale = float(np.float32(scale * next((g for end, g in gain.items() if name.endswith(end)), 1.0)))
+        rules[name] = [dims, scale, offset]
+        tensor.copy_(torch.from_numpy(formula(name, tensor.numel(), scale, offset).reshape(dims)))
+    return rules

@@ -37,6 +37,9 @@ pub struct EvaluateArgs {
     /// openai/clip-vit-base-patch16 (revision=NAME for another than main)
     #[arg(long, value_name = "NAME")]
     clip: Option<PathBuf>,
+    /// Folder for image_reward: ImageReward's weights as model.safetensors, and the vocab.txt of bert-base-uncased
+    #[arg(long, value_name = "DIR")]
+    image_reward: Option<PathBuf>,
     /// Safetensors file for lpips: torchvision's AlexNet or VGG16 (features.*) with the lin0 to lin4 of lpips
     #[arg(long, value_name = "FILE")]
     lpips: Option<PathBuf>,
@@ -162,13 +165,7 @@ fn check_requirements(args: &EvaluateArgs) -> Result<(), CliError> {
 
 /// The configuration that networks run with.
 fn config(args: &EvaluateArgs, keys: &[String]) -> Result<Config, CliError> {
-    let NetworkFiles {
-        clip,
-        lpips,
-        inception,
-        ..
-    } = args.network_files();
-    let any = clip.is_some() || lpips.is_some() || inception.is_some();
+    let files = args.network_files();
     for word in keys {
         let name = word.split('=').next().unwrap_or_default();
         if !KEYS.contains(&name) {
@@ -177,9 +174,9 @@ fn config(args: &EvaluateArgs, keys: &[String]) -> Result<Config, CliError> {
                 KEYS.join(", ")
             )));
         }
-        if !any {
+        if files.is_empty() {
             return Err(CliError::Usage(format!(
-                "{word} has no effect without a network: --clip, --lpips or --inception"
+                "{word} has no effect without a network: --clip, --image-reward, --lpips or --inception"
             )));
         }
     }
@@ -193,7 +190,7 @@ fn config(args: &EvaluateArgs, keys: &[String]) -> Result<Config, CliError> {
         ("revision", keys.iter().any(|k| k.starts_with("revision="))),
         ("hf_access_token", !config.hf_access_token.is_empty()),
     ] {
-        let names_repository = clip.as_ref().is_some_and(|path| !path.exists());
+        let names_repository = files.clip.as_ref().is_some_and(|path| !path.exists());
         if given && !names_repository {
             return Err(CliError::Usage(format!(
                 "{key} has no effect: --clip names no repository on the hub"
@@ -213,9 +210,9 @@ fn open_networks(args: &EvaluateArgs, config: &Config) -> Result<Option<Networks
             *name = found.path;
         }
     }
-    match (&files.clip, &files.lpips, &files.inception) {
-        (None, None, None) => Ok(None),
-        _ => Ok(Some(Networks::open(&files).map_err(refused)?)),
+    match files.is_empty() {
+        true => Ok(None),
+        false => Ok(Some(Networks::open(&files).map_err(refused)?)),
     }
 }
 
@@ -243,6 +240,7 @@ impl EvaluateArgs {
     fn network_files(&self) -> NetworkFiles {
         NetworkFiles {
             clip: self.clip.clone(),
+            image_reward: self.image_reward.clone(),
             lpips: self.lpips.clone(),
             inception: self.inception.clone(),
             resize: self.inception_resize.unwrap_or_default(),
@@ -300,6 +298,9 @@ fn summary(run: &Comparison) -> String {
     if let Some([before, after]) = run.clip_score {
         text.push_str(&format!(", CLIP score {after:.2} (reference {before:.2})"));
     }
+    if let Some([before, after]) = run.image_reward {
+        text.push_str(&format!(", ImageReward {after:.3} (reference {before:.3})"));
+    }
     if let Some(fid) = run.fid {
         text.push_str(&format!(", FID {fid:.2}"));
         if let Some(before) = run.reference_fid {
@@ -340,6 +341,8 @@ fn to_json(args: &EvaluateArgs, runs: &[Comparison]) -> Json {
                 "lpips": pair.lpips,
                 "clip_score": pair.clip_score.map(|[_, of_run]| of_run),
                 "reference_clip_score": pair.clip_score.map(|[of_reference, _]| of_reference),
+                "image_reward": pair.image_reward.map(|[_, of_run]| of_run),
+                "reference_image_reward": pair.image_reward.map(|[of_reference, _]| of_reference),
             })
         });
         let unmet = args.require.iter().filter(|r| !r.is_met(run));
@@ -353,6 +356,8 @@ fn to_json(args: &EvaluateArgs, runs: &[Comparison]) -> Json {
             "lpips": run.lpips,
             "clip_score": run.clip_score.map(|[_, of_run]| of_run),
             "reference_clip_score": run.clip_score.map(|[of_reference, _]| of_reference),
+            "image_reward": run.image_reward.map(|[_, of_run]| of_run),
+            "reference_image_reward": run.image_reward.map(|[of_reference, _]| of_reference),
             "fid": run.fid,
             "reference_fid": run.reference_fid,
             "inception_resize": run.fid.map(|_| args.network_files().resize.name()),

@@ -1,5 +1,6 @@
 //! Captions to token ids, through the `tokenizers` crate.
 
+mod bert;
 mod clip;
 mod files;
 mod t5;
@@ -142,6 +143,21 @@ impl Tokenizer {
         let mut tokenizer = Self::of(t5::load(&file)?, origin, (None, t5::END), length)?;
         tokenizer.padding = tokenizer.id_of(t5::PADDING)?;
         tokenizer.unknown = tokenizer.inner.token_to_id(t5::UNKNOWN);
+        Ok(tokenizer)
+    }
+
+    /// Reads BLIP's tokenizer, which is that of bert-base-uncased, from the `vocab.txt` of a folder. `length` is the sequence
+    /// length with start and end token. Ids are those of `BertTokenizer` in transformers.
+    ///
+    /// # Errors
+    /// [`DataError::TokenizerMissing`] for a folder without the file; [`DataError::Io`]; [`DataError::Tokenizer`] for a file
+    /// of more than 16 MiB, and for other vocabularies; [`DataError::Option`] for a length below 3.
+    pub fn blip_from_dir(dir: &Path, length: usize) -> Result<Self, DataError> {
+        let origin = dir.display().to_string();
+        let marks = (Some(bert::START), bert::END);
+        let mut tokenizer = Self::of(bert::load(dir)?, origin, marks, length)?;
+        tokenizer.padding = tokenizer.id_of(bert::PADDING)?;
+        tokenizer.unknown = tokenizer.inner.token_to_id(bert::UNKNOWN);
         Ok(tokenizer)
     }
 

@@ -40,7 +40,7 @@ pub fn page(reference: &Path, runs: &[Comparison]) -> Result<String, EvaluateErr
 
 fn table(runs: &[Comparison]) -> String {
     let mut text = "<table><tr><th>run</th><th>PSNR, dB</th><th>SSIM</th><th>drift after the last step</th>\
-                    <th>LPIPS</th><th>CLIP score (reference)</th><th>FID (reference)</th><th>Inception score (reference)</th>\
+                    <th>LPIPS</th><th>CLIP score (reference)</th><th>ImageReward (reference)</th><th>FID (reference)</th><th>Inception score (reference)</th>\
                     <th>colours and shapes right (reference)</th><th>denoiser's files (reference)</th></tr>\n"
         .to_owned();
     let bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), binary_size);
@@ -48,7 +48,7 @@ fn table(runs: &[Comparison]) -> String {
         let drift = run.drift.as_ref().and_then(|drift| drift.last());
         let _ = writeln!(
             text,
-            "<tr><td>{}{}</td><td>{}</td><td>{:.4}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td>\
+            "<tr><td>{}{}</td><td>{}</td><td>{:.4}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td>\
              <td>{}</td></tr>",
             escaped(&run.folder.display().to_string()),
             run.notes
@@ -61,6 +61,7 @@ fn table(runs: &[Comparison]) -> String {
             run.lpips
                 .map_or_else(String::new, |lpips| format!("{lpips:.4}")),
             run.clip_score.map_or_else(String::new, both),
+            run.image_reward.map_or_else(String::new, both),
             run.fid
                 .map_or_else(String::new, |fid| match run.reference_fid {
                     None => format!("{fid:.2}"),
@@ -188,7 +189,7 @@ fn pictures(page: &mut String, runs: &[Comparison]) -> Result<(), EvaluateError>
             if let Some(pair) = run.pairs.get(at) {
                 let _ = write!(
                     page,
-                    "<td>{}<br><small>{} dB, SSIM {:.4}{}{}</small></td>",
+                    "<td>{}<br><small>{} dB, SSIM {:.4}{}{}{}</small></td>",
                     picture(&pair.path)?,
                     decibels(pair.psnr),
                     pair.ssim,
@@ -198,6 +199,11 @@ fn pictures(page: &mut String, runs: &[Comparison]) -> Result<(), EvaluateError>
                         ", CLIP score {}",
                         both(scores)
                     )),
+                    pair.image_reward
+                        .map_or_else(String::new, |rewards| format!(
+                            ", ImageReward {}",
+                            both(rewards)
+                        )),
                 );
             }
         }

@@ -46,12 +46,13 @@ named! {
         Lpips = "lpips",
         /// 100 times the cosine of the embeddings of picture and prompt, the mean of all pictures, at least 0: torchmetrics' `CLIPScore`.
         ClipScore = "clip_score",
+        /// ImageReward of picture and prompt, the mean of all pictures: image-reward's `score`.
+        ImageReward = "image_reward",
         /// Fréchet distance of the Inception features of the run's pictures from those of the reference's, or of a folder's.
         Fid = "fid",
         /// Inception score of the run's pictures, the mean of its parts: torch-fidelity's.
         InceptionScore = "inception_score",
     }
-    not_yet ["image_reward"]
 }
 
 /// Why runs cannot be compared.
@@ -146,6 +147,8 @@ pub struct Pair {
     pub lpips: Option<f64>,
     /// Of the reference's picture and of the run's; may be negative.
     pub clip_score: Option<[f64; 2]>,
+    /// Of the reference's picture and of the run's.
+    pub image_reward: Option<[f64; 2]>,
 }
 
 /// A run beside the reference.
@@ -167,6 +170,8 @@ pub struct Comparison {
     pub lpips: Option<f64>,
     /// Of the reference's pictures and of the run's.
     pub clip_score: Option<[f64; 2]>,
+    /// Of the reference's pictures and of the run's.
+    pub image_reward: Option<[f64; 2]>,
     /// `None` also of a single picture.
     pub fid: Option<f64>,
     /// The reference's own, where distances are from other pictures.
@@ -188,6 +193,7 @@ impl Comparison {
             Metric::Bytes => self.bytes[1].map(|bytes| bytes as f64),
             Metric::Lpips => self.lpips,
             Metric::ClipScore => self.clip_score.map(|[_, of_run]| of_run),
+            Metric::ImageReward => self.image_reward.map(|[_, of_run]| of_run),
             Metric::Fid => self.fid,
             Metric::InceptionScore => self.inception_score.map(|[_, of_run]| of_run.mean),
         }
@@ -240,6 +246,7 @@ pub fn compare(reference: &Run, run: &Run) -> Result<Comparison, EvaluateError> 
             ssim: similarity,
             lpips: None,
             clip_score: None,
+            image_reward: None,
         });
     }
     let count = compared.len() as f64;
@@ -252,6 +259,7 @@ pub fn compare(reference: &Run, run: &Run) -> Result<Comparison, EvaluateError> 
         bytes: [reference.bytes, run.bytes],
         lpips: None,
         clip_score: None,
+        image_reward: None,
         fid: None,
         reference_fid: None,
         inception_score: None,

@@ -38,11 +38,6 @@ impl Relation {
 pub enum RequirementError {
     #[error("'{text}': expected a metric, one of > >= < <= and a number, as in psnr>30")]
     Form { text: String },
-    #[error(
-        "'{name}' is of a network that this program does not compute; here are {}",
-        Metric::NAMES.join(", ")
-    )]
-    NotHere { name: String },
     #[error("'{name}' is no metric; here are {}", Metric::NAMES.join(", "))]
     Unknown { name: String },
 }
@@ -68,9 +63,6 @@ impl FromStr for Requirement {
                 metric,
                 relation,
                 bound,
-            }),
-            None if <Metric as Named>::NOT_YET.contains(&name) => Err(RequirementError::NotHere {
-                name: name.to_owned(),
             }),
             None => Err(RequirementError::Unknown {
                 name: name.to_owned(),

@@ -26,19 +26,42 @@ pub struct ImagePrompt {
     pub scale: f32,
 }
 
-/// `f32[1, 3, side, side]` of an image, as transformers' `CLIPImageProcessor` prepares it: the shorter side is scaled
+/// Where the middle of an image begins if an odd number of pixels is left over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Middle {
+    /// transformers: the smaller half of them before it.
+    Transformers,
+    /// torchvision's `CenterCrop`: half of them, rounded to an even number.
+    Torchvision,
+}
+
+impl Middle {
+    /// Pixels before the middle, of `left` that are not part of it.
+    fn begin(self, left: u32) -> u32 {
+        match self {
+            Middle::Transformers => left / 2,
+            Middle::Torchvision => left / 2 + u32::from(left % 4 == 3),
+        }
+    }
+}
+
+/// `f32[1, 3, side, side]` of an image, as CLIP's processors prepare it: the shorter side is scaled
 /// to `side` with Pillow's bicubic filter, the middle is cut out, and the channels are normalized.
 ///
 /// # Errors
 /// None for images whose sizes memory can hold.
-pub fn clip_pixels(image: &DynamicImage, side: usize) -> Result<HostTensor, HostTensorError> {
+pub fn clip_pixels(
+    image: &DynamicImage,
+    side: usize,
+    middle: Middle,
+) -> Result<HostTensor, HostTensorError> {
     let (width, height) = image.dimensions();
     let short = u64::from(width.min(height)).max(1);
     let scaled = |length: u32| (side as u64 * u64::from(length) / short) as u32;
     let (width, height) = (scaled(width), scaled(height));
     let resized = bicubic_bytes(&image.to_rgb8(), width, height);
     let side_32 = side as u32;
-    let (left, top) = ((width - side_32) / 2, (height - side_32) / 2);
+    let [left, top] = [width, height].map(|length| middle.begin(length - side_32));
     let plane = side * side;
     let mut values = vec![0.0; 3 * plane];
     for at in 0..plane {

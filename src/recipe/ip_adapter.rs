@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::models::clip::vision::ClipVisionConfig;
 use crate::models::ip_adapter::{IMAGE_ENCODER, IpAdapterConfig, ROOT};
 use crate::models::unet::UNet2DConditionConfig;
-use crate::pipelines::image_prompt::{ImagePrompt, clip_pixels};
+use crate::pipelines::image_prompt::{ImagePrompt, Middle, clip_pixels};
 use crate::util::files;
 use crate::weights::Checkpoint;
 
@@ -115,7 +115,8 @@ pub fn image_prompt(
             config.ip_adapter_image
         )));
     }
-    let pixels = clip_pixels(&image, adapter.vision.image_size).map_err(RecipeError::failed)?;
+    let side = adapter.vision.image_size;
+    let pixels = clip_pixels(&image, side, Middle::Transformers).map_err(RecipeError::failed)?;
     Ok(Some(ImagePrompt {
         pixels,
         scale: config.ip_adapter_scale as f32,

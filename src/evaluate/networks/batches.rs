@@ -14,38 +14,39 @@ use super::super::EvaluateError;
 /// The result of a network.
 const OUTPUT: &str = "result";
 
-/// A traced network with one input and one result, both with a row for each of the batch.
-pub(super) struct Network {
+/// A traced network with `N` inputs and one result, all with a row for each of the batch.
+pub(super) struct Network<const N: usize> {
     root: &'static str,
-    input: &'static str,
-    /// Of the input.
-    shape: Shape,
+    /// Names and shapes.
+    inputs: [(&'static str, Shape); N],
     graph: Graph,
 }
 
-impl Network {
-    /// Traces `declare`, which gives the result for the input `name` of `shape` and declares weights below `root/`.
+impl<const N: usize> Network<N> {
+    /// Traces `declare`, which gives the result for `inputs` of these names and shapes and declares weights below `root/`.
     ///
     /// # Errors
     /// The error of `declare`.
     pub fn trace(
         root: &'static str,
-        (name, shape): (&'static str, Shape),
-        declare: impl FnOnce(&Builder, Tensor) -> Result<Tensor, GraphError>,
-    ) -> Result<Network, EvaluateError> {
+        inputs: [(&'static str, Shape); N],
+        declare: impl FnOnce(&Builder, &[Tensor]) -> Result<Tensor, GraphError>,
+    ) -> Result<Network<N>, EvaluateError> {
         let b = Builder::new();
         let traced = || -> Result<(), GraphError> {
-            let mut axes = vec![None; shape.rank()];
-            axes[0] = Some("activation_batch");
-            let x = b.input(name, shape.clone(), &axes)?;
-            let y = declare(&b, x)?;
+            let declared = inputs.iter().map(|(name, shape)| {
+                let mut axes = vec![None; shape.rank()];
+                axes[0] = Some("activation_batch");
+                b.input(name, shape.clone(), &axes)
+            });
+            let declared: Vec<Tensor> = declared.collect::<Result<_, _>>()?;
+            let y = declare(&b, &declared)?;
             b.output(OUTPUT, y, None)
         };
         traced().map_err(PipelineError::from)?;
         Ok(Network {
             root,
-            input: name,
-            shape,
+            inputs,
             graph: b.finish(),
         })
     }
@@ -69,7 +70,8 @@ impl Network {
         }
     }
 
-    /// The rows of the results for `count` rows, of which `row` gives each; `done` is told how many there are so far.
+    /// The rows of the results for `count` rows, of which `row` gives each, a part for each input; `done` is told how many there
+    /// are so far.
     ///
     /// # Errors
     /// When the network does not compile, a weight cannot be read, or what `row` fails with.
@@ -78,7 +80,7 @@ impl Network {
         session: &Session,
         checkpoint: &Checkpoint,
         count: usize,
-        row: &mut dyn FnMut(usize) -> Result<HostTensor, EvaluateError>,
+        row: &mut dyn FnMut(usize) -> Result<[HostTensor; N], EvaluateError>,
         done: &mut dyn FnMut(usize),
     ) -> Result<Vec<Vec<f32>>, EvaluateError> {
         let traced = Traced::new(self.root, self.graph);
@@ -94,14 +96,17 @@ impl Network {
         };
         let weights = WeightSource::Files(&read).prepare(program.stages(), &mut |_| Ok(()))?;
 
-        let batch = self.shape.dims[0];
+        let batch = self.inputs.first().map_or(1, |(_, shape)| shape.dims[0]);
         let mut results = Vec::with_capacity(count);
         while results.len() < count {
             let first = results.len();
             let end = count.min(first + batch);
-            let rows: Vec<HostTensor> = (first..end).map(&mut *row).collect::<Result<_, _>>()?;
+            let rows: Vec<_> = (first..end).map(&mut *row).collect::<Result<_, _>>()?;
             let mut inputs = program.inputs(session);
-            inputs.set(self.input, &filled(&rows, &self.shape)?)?;
+            for (at, (name, shape)) in self.inputs.iter().enumerate() {
+                let parts = rows.iter().map(|row| &row[at]);
+                inputs.set(name, &filled(parts, shape)?)?;
+            }
             let result = program.run_for_one(&weights, &inputs)?.to_f32_vec()?;
             let rows = result.chunks_exact((result.len() / batch).max(1));
             results.extend(rows.take(end - first).map(<[f32]>::to_vec));
@@ -112,14 +117,19 @@ impl Network {
 }
 
 /// One row below the other, the last one repeated until the batch is full.
-fn filled(rows: &[HostTensor], shape: &Shape) -> Result<HostTensor, EvaluateError> {
+fn filled<'a>(
+    rows: impl Iterator<Item = &'a HostTensor>,
+    shape: &Shape,
+) -> Result<HostTensor, EvaluateError> {
     let mut data = Vec::with_capacity(shape.bytes());
+    let mut last: &[u8] = &[];
     for row in rows {
-        data.extend_from_slice(&row.data);
+        last = &row.data;
+        data.extend_from_slice(last);
     }
-    if let Some(last) = rows.last() {
-        for _ in rows.len()..shape.dims[0] {
-            data.extend_from_slice(&last.data);
+    if !last.is_empty() {
+        while data.len() < shape.bytes() {
+            data.extend_from_slice(last);
         }
     }
     Ok(HostTensor::new(shape.clone(), data)?)

@@ -12,7 +12,7 @@ use crate::host_tensor::HostTensor;
 use crate::models::clip::vision::{ClipVisionConfig, PIXEL_VALUES, VisionOutput, clip_vision};
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
 use crate::nn::{Precision, Remat};
-use crate::pipelines::image_prompt::{DEVIATION, MEAN, clip_pixels};
+use crate::pipelines::image_prompt::{DEVIATION, MEAN, Middle, clip_pixels};
 use crate::runtime::Session;
 use crate::shape::Shape;
 use crate::util::files;
@@ -70,22 +70,22 @@ impl Clip {
     }
 
     /// From token ids to `text_embeds`.
-    fn text_network(&self, batch: usize) -> Result<Network, EvaluateError> {
+    fn text_network(&self, batch: usize) -> Result<Network<1>, EvaluateError> {
         let shape = Shape::new(DType::S32, [batch, self.text.max_position_embeddings]);
-        Network::trace(ROOT, (INPUT_IDS, shape), |b, ids| {
-            let encoded = clip_text(b, ROOT, &self.text, ids, Precision::F32, Remat::None)?;
+        Network::trace(ROOT, [(INPUT_IDS, shape)], |b, ids| {
+            let encoded = clip_text(b, ROOT, &self.text, ids[0], Precision::F32, Remat::None)?;
             let missing = || b.invalid("a CLIP model projects the pooled output");
             encoded.text_embeds.ok_or_else(missing)
         })
     }
 
     /// From pixels to `image_embeds`.
-    fn vision_network(&self, batch: usize) -> Result<Network, EvaluateError> {
+    fn vision_network(&self, batch: usize) -> Result<Network<1>, EvaluateError> {
         let (channels, side) = (self.vision.num_channels, self.vision.image_size);
         let shape = Shape::new(DType::F32, [batch, channels, side, side]);
-        Network::trace(ROOT, (PIXEL_VALUES, shape), |b, pixels| {
+        Network::trace(ROOT, [(PIXEL_VALUES, shape)], |b, pixels| {
             let output = VisionOutput::Embeds;
-            clip_vision(b, ROOT, &self.vision, pixels, output, Precision::F32)
+            clip_vision(b, ROOT, &self.vision, pixels[0], output, Precision::F32)
         })
     }
 
@@ -106,7 +106,8 @@ impl Clip {
         let texts = self.texts(session, &prompts)?;
         let row = &mut |at: usize| {
             let picture = DynamicImage::from(pixels(&paths[at])?);
-            Ok(clip_pixels(&picture, self.vision.image_size)?)
+            let side = self.vision.image_size;
+            Ok([clip_pixels(&picture, side, Middle::Transformers)?])
         };
         let network = self.vision_network(BATCH.min(paths.len()))?;
         let images = network.run(session, &self.checkpoint, paths.len(), row, done)?;
@@ -140,7 +141,7 @@ impl Clip {
             rows.insert(prompt.clone(), encoded.ids);
         }
         let ids: Vec<&Vec<i32>> = rows.values().collect();
-        let row = &mut |at: usize| Ok(HostTensor::from_i32([ids[at].len()], ids[at])?);
+        let row = &mut |at: usize| Ok([HostTensor::from_i32([ids[at].len()], ids[at])?]);
         let network = self.text_network(BATCH.min(ids.len()))?;
         let found = network.run(session, &self.checkpoint, ids.len(), row, &mut |_| {})?;
         Ok(Texts {

@@ -88,7 +88,7 @@ impl Inception {
     ) -> Result<(), EvaluateError> {
         let count = super::pictures(comparisons).len() / (comparisons.len() + 1);
         let paths = self.pictures(comparisons);
-        let row = &mut |at: usize| Ok(resized(&pixels(&paths[at])?, self.resize)?);
+        let row = &mut |at: usize| Ok([resized(&pixels(&paths[at])?, self.resize)?]);
         let network = trace(BATCH.min(paths.len()))?;
         let mut features = network.run(session, &self.checkpoint, paths.len(), row, done)?;
         for (row, path) in features.iter().zip(&paths) {
@@ -196,10 +196,10 @@ fn bilinear(image: &RgbImage) -> Vec<f32> {
     values
 }
 
-fn trace(batch: usize) -> Result<Network, EvaluateError> {
+fn trace(batch: usize) -> Result<Network<1>, EvaluateError> {
     let shape = Shape::new(DType::F32, [batch, SIDE, SIDE, 3]);
-    Network::trace(ROOT, ("pictures", shape), |b, x| {
-        inception(&b.root(ROOT), x)
+    Network::trace(ROOT, [("pictures", shape)], |b, x| {
+        inception(&b.root(ROOT), x[0])
     })
 }
 

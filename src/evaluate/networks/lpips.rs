@@ -184,10 +184,14 @@ impl Lpips {
         Ok(lpips)
     }
 
-    fn trace(&self, [width, height]: [usize; 2], batch: usize) -> Result<Network, EvaluateError> {
+    fn trace(
+        &self,
+        [width, height]: [usize; 2],
+        batch: usize,
+    ) -> Result<Network<1>, EvaluateError> {
         let shape = Shape::new(DType::F32, [batch, 2, height, width, 3]);
-        Network::trace(ROOT, ("pictures", shape), |b, pairs| {
-            distance(&b.root(ROOT), self.backbone, pairs)
+        Network::trace(ROOT, [("pictures", shape)], |b, pairs| {
+            distance(&b.root(ROOT), self.backbone, pairs[0])
         })
     }
 
@@ -225,7 +229,7 @@ impl Lpips {
             let row = &mut |at: usize| {
                 let [run, at] = places[at];
                 let pair = &comparisons[run].pairs[at];
-                row(&pair.reference, &pair.path, size)
+                Ok([row(&pair.reference, &pair.path, size)?])
             };
             let found =
                 network.run(session, &self.checkpoint, places.len(), row, &mut |count| {

@@ -1,8 +1,10 @@
-//! What networks say of pictures: CLIP score, LPIPS, FID and the Inception score. Each network is a graph like any model's, its
+//! What networks say of pictures: CLIP score, ImageReward, LPIPS, FID and the Inception score. Each network is a graph like any model's, its
 //! weights are files of the user, and its precision is float32.
 
 mod batches;
+mod blip;
 mod clip_score;
+mod image_reward;
 mod inception;
 mod lpips;
 
@@ -17,6 +19,7 @@ pub use inception::{Resize, resized};
 pub use lpips::Backbone;
 
 use clip_score::Clip;
+use image_reward::ImageReward;
 use inception::Inception;
 use lpips::Lpips;
 
@@ -25,6 +28,8 @@ named! {
     pub enum NetworkKind {
         /// transformers' `CLIPModel`, a folder or a repository on the hub.
         Clip = "clip",
+        /// ImageReward, a folder.
+        ImageReward = "image-reward",
         /// AlexNet or VGG16 of torchvision with the weights of lpips, a safetensors file.
         Lpips = "lpips",
         /// The InceptionV3 of FID, a safetensors file.
@@ -39,6 +44,9 @@ impl NetworkKind {
             NetworkKind::Clip => {
                 "a folder of transformers' CLIPModel, or a repository such as openai/clip-vit-base-patch16"
             }
+            NetworkKind::ImageReward => {
+                "a folder with ImageReward's weights as model.safetensors and the vocab.txt of bert-base-uncased"
+            }
             NetworkKind::Lpips => {
                 "a safetensors file of torchvision's AlexNet or VGG16 and of lpips' linear layers"
             }
@@ -52,6 +60,7 @@ impl NetworkKind {
     pub fn weights(self, files: &NetworkFiles) -> Option<&Path> {
         match self {
             NetworkKind::Clip => files.clip.as_deref(),
+            NetworkKind::ImageReward => files.image_reward.as_deref(),
             NetworkKind::Lpips => files.lpips.as_deref(),
             NetworkKind::Inception => files.inception.as_deref(),
         }
@@ -63,6 +72,7 @@ impl Metric {
     pub fn network(self) -> Option<NetworkKind> {
         match self {
             Metric::ClipScore => Some(NetworkKind::Clip),
+            Metric::ImageReward => Some(NetworkKind::ImageReward),
             Metric::Lpips => Some(NetworkKind::Lpips),
             Metric::Fid | Metric::InceptionScore => Some(NetworkKind::Inception),
             Metric::Psnr | Metric::Ssim | Metric::Drift | Metric::Adherence | Metric::Bytes => None,
@@ -75,6 +85,8 @@ impl Metric {
 pub struct NetworkFiles {
     /// A folder with `config.json`, weights and tokenizer of a `CLIPModel`.
     pub clip: Option<PathBuf>,
+    /// A folder with the weights of ImageReward and `vocab.txt` of bert-base-uncased.
+    pub image_reward: Option<PathBuf>,
     /// A safetensors file with `features.*` of torchvision's AlexNet or VGG16 and `lin0.model.1.weight` to
     /// `lin4.model.1.weight` of lpips.
     pub lpips: Option<PathBuf>,
@@ -85,9 +97,18 @@ pub struct NetworkFiles {
     pub fid_reference: Option<PathBuf>,
 }
 
+impl NetworkFiles {
+    /// Whether there are weights for none.
+    pub fn is_empty(&self) -> bool {
+        let mut all = NetworkKind::ALL.iter();
+        all.all(|network| network.weights(self).is_none())
+    }
+}
+
 /// The networks that there are weights for.
 pub struct Networks {
     clip: Option<Clip>,
+    image_reward: Option<ImageReward>,
     lpips: Option<Lpips>,
     inception: Option<Inception>,
 }
@@ -101,11 +122,13 @@ impl Networks {
     /// # Errors
     /// When a file is missing, or has not the weights of the network.
     pub fn open(files: &NetworkFiles) -> Result<Networks, EvaluateError> {
-        let (clip, lpips, inception) = (&files.clip, &files.lpips, &files.inception);
+        let image_reward = files.image_reward.as_deref();
         Ok(Networks {
-            clip: clip.as_deref().map(Clip::open).transpose()?,
-            lpips: lpips.as_deref().map(Lpips::open).transpose()?,
-            inception: inception
+            clip: files.clip.as_deref().map(Clip::open).transpose()?,
+            image_reward: image_reward.map(ImageReward::open).transpose()?,
+            lpips: files.lpips.as_deref().map(Lpips::open).transpose()?,
+            inception: files
+                .inception
                 .as_deref()
                 .map(|path| Inception::open(path, files.resize, files.fid_reference.as_deref()))
                 .transpose()?,
@@ -136,6 +159,11 @@ impl Networks {
             let all = pictures(comparisons).len();
             let done = &mut |count| observe(NetworkKind::Clip, count, all);
             clip.measure(session, comparisons, done)?;
+        }
+        if let Some(image_reward) = &self.image_reward {
+            let all = pictures(comparisons).len();
+            let done = &mut |count| observe(NetworkKind::ImageReward, count, all);
+            image_reward.measure(session, comparisons, done)?;
         }
         if let Some(inception) = &self.inception {
             let all = inception.pictures(comparisons).len();
