@@ -276,7 +276,7 @@ fn image_reward_is_its_packages() {
     assert_eq!(found["clip_score"], Value::Null);
     let note = found["notes"][0].as_str().unwrap();
     assert!(
-        note.starts_with("1 pictures have prompts of more than 35 tokens"),
+        note.starts_with("1 of 12 prompts have more than 35 tokens"),
         "{note}"
     );
     let page = fs::read_to_string(page).unwrap();

@@ -1,8 +1,6 @@
 //! BLIP's encoder of a picture with a text (Li et al., 2022, arXiv:2201.12086), with the names of its own code: a vision
 //! transformer, and a BERT each of whose layers also attends to the picture's patches.
 
-use std::path::Path;
-
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Init, Tensor};
 use crate::nn::{
@@ -269,7 +267,7 @@ impl Weights<'_> {
 
     fn unexpected(&self, reason: String) -> EvaluateError {
         EvaluateError::Network {
-            path: Path::new(self.checkpoint.path()).to_owned(),
+            path: self.checkpoint.path().to_owned(),
             reason: format!(
                 "the weights are not those of BLIP below {}: {reason}",
                 self.root

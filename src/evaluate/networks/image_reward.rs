@@ -132,7 +132,7 @@ impl ImageReward {
             run.image_reward = Some([of_reference, own].map(mean));
             if cut > 0 {
                 run.notes.push(format!(
-                    "{cut} pictures have prompts of more than {LENGTH} tokens: ImageReward is of their beginnings"
+                    "{cut} of {count} prompts have more than {LENGTH} tokens: ImageReward is of their beginnings"
                 ));
             }
         }

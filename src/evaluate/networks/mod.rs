@@ -1,5 +1,5 @@
-//! What networks say of pictures: CLIP score, ImageReward, LPIPS, FID and the Inception score. Each network is a graph like any model's, its
-//! weights are files of the user, and its precision is float32.
+//! What networks say of pictures: CLIP score, ImageReward, LPIPS, FID and the Inception score. Each network is a graph like any
+//! model's, its weights are files of the user, and its precision is float32.
 
 mod batches;
 mod blip;
