@@ -4,7 +4,7 @@ The network is a small one of the package's own classes, with weights that a for
 stored; the vocabulary is written here. Packages of its own: requirements-image-reward.txt. The pictures are those of
 evaluate_networks.safetensors, which evaluate_networks.py wrote.
 
-Names: out/reward/<reference|picture> of each picture; out/ids, out/mask `[texts, 35]`. The metadata has `prompts`, `texts`, and
+Names: out/reward/<reference|picture> of each picture; out/ids `[texts, 35]`. The metadata has `prompts`, `texts`, and
 `weights`: dimensions, scale and offset of the formula by name. The vocabulary is image_reward/vocab.txt.
 """
 
@@ -106,7 +106,7 @@ def main():
         out[f"out/reward/{name}"] = np.array([model.score(prompt, picture) for prompt, picture in zip(PROMPTS, pictures)])
         print(name, out[f"out/reward/{name}"])
     encoded = tokenizer()(TEXTS, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="np")
-    out |= {"out/ids": encoded.input_ids.astype(np.int32), "out/mask": encoded.attention_mask.astype(np.int32)}
+    out["out/ids"] = encoded.input_ids.astype(np.int32)
     versions = {"image-reward": "1.5", "timm": timm.__version__, "torch": torch.__version__.split("+")[0],
                 "transformers": transformers.__version__}
     write(GOLDEN / "image_reward.safetensors", out,

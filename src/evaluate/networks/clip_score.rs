@@ -100,9 +100,8 @@ impl Clip {
         done: &mut dyn FnMut(usize),
     ) -> Result<(), EvaluateError> {
         let paths = super::pictures(comparisons);
-        let count = paths.len() / (comparisons.len() + 1);
-        let first = comparisons.first().map_or(&[][..], |run| &run.pairs);
-        let prompts: Vec<String> = first.iter().map(|pair| pair.prompt.clone()).collect();
+        let prompts: Vec<String> = super::prompts(comparisons).map(str::to_owned).collect();
+        let count = prompts.len();
         let texts = self.texts(session, &prompts)?;
         let row = &mut |at: usize| {
             let picture = DynamicImage::from(pixels(&paths[at])?);
@@ -116,13 +115,12 @@ impl Clip {
             super::finite("clip_score", &paths[at], vec![score as f32]).map(|_| score)
         };
         let scores: Vec<f64> = (0..paths.len()).map(score).collect::<Result<_, _>>()?;
-        let mean = |scores: &[f64]| (scores.iter().sum::<f64>() / count as f64).max(0.0);
-        let (of_reference, rest) = scores.split_at(count);
-        for (run, own) in comparisons.iter_mut().zip(rest.chunks(count)) {
-            for (at, pair) in run.pairs.iter_mut().enumerate() {
-                pair.clip_score = Some([of_reference[at], own[at]]);
+        let runs = super::beside_reference(&scores, count);
+        for (run, scores) in comparisons.iter_mut().zip(runs) {
+            for (pair, scores) in run.pairs.iter_mut().zip(&scores) {
+                pair.clip_score = Some(*scores);
             }
-            run.clip_score = Some([of_reference, own].map(mean));
+            run.clip_score = Some(super::means(&scores).map(|mean| mean.max(0.0)));
             run.notes.extend(self.note(&texts));
         }
         Ok(())

@@ -104,10 +104,9 @@ impl ImageReward {
         done: &mut dyn FnMut(usize),
     ) -> Result<(), EvaluateError> {
         let paths = super::pictures(comparisons);
-        let count = paths.len() / (comparisons.len() + 1);
-        let first = comparisons.first().map_or(&[][..], |run| &run.pairs);
-        let texts = first.iter().map(|pair| self.text(&pair.prompt));
+        let texts = super::prompts(comparisons).map(|prompt| self.text(prompt));
         let texts: Vec<Text> = texts.collect::<Result<_, _>>()?;
+        let count = texts.len();
         let row = &mut |at: usize| {
             let picture = DynamicImage::from(pixels(&paths[at])?);
             let text = &texts[at % count];
@@ -123,13 +122,12 @@ impl ImageReward {
         let rewards = rewards.map(|(row, path)| super::finite("image_reward", path, row));
         let rewards: Vec<f64> = rewards.collect::<Result<_, _>>()?;
         let cut = texts.iter().filter(|text| text.is_cut).count();
-        let (of_reference, rest) = rewards.split_at(count);
-        let mean = |rewards: &[f64]| rewards.iter().sum::<f64>() / count as f64;
-        for (run, own) in comparisons.iter_mut().zip(rest.chunks(count)) {
-            for (at, pair) in run.pairs.iter_mut().enumerate() {
-                pair.image_reward = Some([of_reference[at], own[at]]);
+        let runs = super::beside_reference(&rewards, count);
+        for (run, rewards) in comparisons.iter_mut().zip(runs) {
+            for (pair, rewards) in run.pairs.iter_mut().zip(&rewards) {
+                pair.image_reward = Some(*rewards);
             }
-            run.image_reward = Some([of_reference, own].map(mean));
+            run.image_reward = Some(super::means(&rewards));
             if cut > 0 {
                 run.notes.push(format!(
                     "{cut} of {count} prompts have more than {LENGTH} tokens: ImageReward is of their beginnings"

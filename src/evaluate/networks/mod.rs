@@ -184,6 +184,27 @@ fn pictures(comparisons: &[Comparison]) -> Vec<PathBuf> {
         .collect()
 }
 
+/// The prompt of each of the reference's pictures.
+fn prompts(comparisons: &[Comparison]) -> impl Iterator<Item = &str> {
+    let first = comparisons.first().into_iter().flat_map(|run| &run.pairs);
+    first.map(|pair| pair.prompt.as_str())
+}
+
+/// Numbers of [`pictures`], of `count` of the reference, as those of each run: the reference's and its own of each pair.
+fn beside_reference(numbers: &[f64], count: usize) -> impl Iterator<Item = Vec<[f64; 2]>> {
+    let (of_reference, rest) = numbers.split_at(count);
+    rest.chunks(count).map(move |own| {
+        let pairs = of_reference.iter().zip(own);
+        pairs.map(|(before, after)| [*before, *after]).collect()
+    })
+}
+
+/// The means of the reference's numbers and of the run's.
+fn means(pairs: &[[f64; 2]]) -> [f64; 2] {
+    let count = pairs.len() as f64;
+    [0, 1].map(|at| pairs.iter().map(|pair| pair[at]).sum::<f64>() / count)
+}
+
 /// The one number of a row of results.
 fn finite(what: &'static str, path: &Path, row: Vec<f32>) -> Result<f64, EvaluateError> {
     check_finite(what, path, &row)?;
