@@ -265,6 +265,21 @@ pub(crate) fn packed(bytes: &[u8]) -> Vec<u8> {
     packed
 }
 
+/// The bytes of values in `bf16`, to which they are rounded, or else in `f32`.
+pub(crate) fn float_bytes(dtype: DType, values: impl Iterator<Item = f32>) -> Vec<u8> {
+    // Whole elements are collected: that is several times as fast as byte by byte.
+    match dtype {
+        DType::BF16 => {
+            let rounded = values.map(|x| bf16::from_f32(x).to_le_bytes());
+            rounded.collect::<Vec<_>>().into_flattened()
+        }
+        _ => values
+            .map(f32::to_le_bytes)
+            .collect::<Vec<_>>()
+            .into_flattened(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

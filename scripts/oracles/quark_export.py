@@ -2,7 +2,8 @@
 
 tests/golden/quark/<case>/ is what `export_safetensors(weight_format="real_quantized")` writes: config.json and
 diffusion_pytorch_model.safetensors. tests/golden/quark/floats.safetensors: in/weight, what was quantized; out/<case>, the weight that
-Quark multiplies. The layer `head` is excluded.
+Quark multiplies. The layer `head` is excluded. Of the case svdquant the weight is larger, in bfloat16, and not recorded; floats are the
+first rows of the weight that Quark multiplies and of the product of its factors, in float32.
 """
 
 import shutil
@@ -25,11 +26,14 @@ from quark.torch.quantization import (
     QLayerConfig,
     ScaleQuantSpec,
 )
+from quark.torch.quantization.config.config import SVDQuantConfig
 
 from common import GOLDEN, normal, rng, write
 
 FOLDER = GOLDEN / "quark"
 OUTPUTS, INPUTS = 16, 128
+# Of the case svdquant, that are recorded.
+ROWS = 8
 STATIC = {"is_dynamic": False}
 INT = {"round_method": "half_even", "scale_type": "float"} | STATIC
 SPECS = {
@@ -73,6 +77,27 @@ def weight() -> np.ndarray:
     return w
 
 
+def svdquant() -> np.ndarray:
+    """Exports a layer with a low-rank product, after one batch of calibration; the recorded rows."""
+    torch.manual_seed(0)
+    model = Tiny()
+    # Quark decomposes no smaller matrix.
+    model.linear, model.head = torch.nn.Linear(256, 256), torch.nn.Linear(256, 2)
+    model = model.eval().to(torch.bfloat16)
+    spec = SPECS["int4_group"].to_quantization_spec()
+    algorithm = SVDQuantConfig(svd_rank=4, search_alpha=False, exclude_patterns=["head"])
+    # Quark would quantize the factors as well.
+    config = QConfig(global_quant_config=QLayerConfig(weight=spec), exclude=["head", "*correction*"], algo_config=[algorithm])
+    quantizer = ModelQuantizer(config)
+    model = quantizer.quantize_model(model, [torch.randn(8, 256, dtype=torch.bfloat16)])
+    model = quantizer.freeze(model)
+    packed, factors = model.linear.layer, model.linear.correction
+    product = factors.l2.weight.float() @ factors.l1.weight.float()
+    rows = torch.stack([packed.weight.float()[:ROWS], product[:ROWS]]).detach().numpy()
+    export_safetensors(model, FOLDER / "svdquant", weight_format="real_quantized")
+    return rows
+
+
 def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     floats = {"in/weight": weight()}
@@ -90,6 +115,7 @@ def main() -> None:
                 floats[f"out/{case}"] = model.linear(torch.eye(INPUTS)).T.contiguous().numpy()
         if case != "mxfp8":  # Quark does not pack it.
             export_safetensors(model, FOLDER / case, weight_format="real_quantized")
+    floats["out/svdquant"] = svdquant()
     versions = {"amd-quark": "0.13", "torch": torch.__version__.split("+")[0]}
     write(FOLDER / "floats.safetensors", floats, {"versions": versions})
 

@@ -1,13 +1,16 @@
-"""MaxDiffusion's SDXL UNet and this program's for one TPU, compiled by the same libtpu: predicted milliseconds a step.
+"""MaxDiffusion's SDXL UNet and this program's for a TPU, compiled by the same libtpu: predicted milliseconds a step.
 
-Usage: python predicted.py FOLDER [--chip v5e|v5p|v6e] [--program target/release/maxdiff-rs]
-                           [--only maxdiffusion|bf16|int8]
+Usage: python predicted.py FOLDER [--step denoise|train] [--chip v5e|v5p|v6e] [--program target/release/maxdiff-rs]
+                           [--only maxdiffusion|bf16|int8] [KEY=VALUE ...]
 
 FOLDER is a checkout of MaxDiffusion (AI-Hypercomputer/maxdiffusion), whose `src` is imported. Needs jax, flax and libtpu
-of requirements-predicted.txt; no TPU. 1024x1024, batch 2 (guidance), weights and activations in bfloat16,
-`attention=dot_product`, MaxDiffusion's default split of heads. Each compiles in a process of its own, one after the
-other. Milliseconds are the sum of the `estimated_cycles` of the optimized program over the chip's clock; this program
-adds the simulation of its kernels. Prints a line of Markdown table for each.
+of requirements-predicted.txt; no TPU. 1024x1024, `attention=dot_product`, MaxDiffusion's default split of heads.
+A denoising step is for one chip: batch 2 (guidance), weights and activations in bfloat16. A training step is for a few
+chips (`TRAINING`) with weights and AdamW's state split over all of them: one image a chip, weights in float32, activations
+in bfloat16, latents and text already encoded, no rematerialization on either side unless a KEY=VALUE for this program says
+so. Each compiles in a process of its own, one after the other. Milliseconds are the sum of the `estimated_cycles` of the
+optimized program over the chip's clock, without waiting for collectives; this program adds the simulation of its kernels.
+Prints a line of Markdown table for each.
 """
 
 import argparse
@@ -28,10 +31,17 @@ CHIPS = {"v5e": ("v5e:1x1", "default", 1.5e9), "v5p": ("v5:1x1x1", "megacore", 1
 BATCH, SIDE, TOKENS = 2, 128, 77
 # The same as `compile_topology`. The smallest of v5p has four chips, of which each computes an image and its guidance.
 TOPOLOGIES = {"v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
+# For training steps: libtpu's name, chips of a host, this program's name.
+TRAINING = {"v5e": ("v5e:4x4", [2, 2, 1], "v5e-16"), "v5p": ("v5:2x2x1", [2, 2, 1], "v5p-8"),
+            "v6e": ("v6e:2x4", [2, 4, 1], "v6e-8")}
+# MaxDiffusion's `logical_axis_rules` of SDXL.
+RULES = (("batch", "data"), ("activation_batch", ("data", "fsdp")), ("activation_heads", "tensor"),
+         ("activation_kv", "tensor"), ("embed", "fsdp"), ("heads", "tensor"), ("conv_batch", ("data", "fsdp")),
+         ("out_channels", "tensor"), ("conv_out", "fsdp"))
 CASES = ("maxdiffusion", "bf16", "int8")
 
 
-def unet():
+def unet(**fields):
     """MaxDiffusion's UNet with the configuration of this repository's SDXL."""
     import jax.numpy as jnp
     from maxdiffusion.models.unet_2d_condition_flax import FlaxUNet2DConditionModel
@@ -40,22 +50,22 @@ def unet():
     named = ("attention_head_dim", "block_out_channels", "cross_attention_dim", "down_block_types", "up_block_types",
              "layers_per_block", "transformer_layers_per_block", "use_linear_projection", "addition_embed_type",
              "addition_time_embed_dim", "projection_class_embeddings_input_dim")
-    fields = {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
-    return FlaxUNet2DConditionModel(sample_size=SIDE, dtype=jnp.bfloat16, weights_dtype=jnp.bfloat16, split_head_dim=True,
-                                    **fields)
+    fields |= {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
+    return FlaxUNet2DConditionModel(sample_size=SIDE, dtype=jnp.bfloat16, split_head_dim=True, **fields)
 
 
-def maxdiffusion(chip):
+def denoising(chip):
+    """The lowered step of MaxDiffusion, and its number of parameters."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    name, config, clock = CHIPS[chip]
+    name, config, _ = CHIPS[chip]
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=name, chip_config_name=config, chips_per_host_bounds=[1, 1, 1],
         num_slices=1, wrap=(False, False, False))
-    model = unet()
+    model = unet(weights_dtype=jnp.bfloat16)
     device = SingleDeviceSharding(topology.devices[0])
 
     def on_device(dims, dtype):
@@ -77,7 +87,75 @@ def maxdiffusion(chip):
     def step(parameters, *arguments):
         return model.apply({"params": parameters}, *arguments).sample
 
-    lowered = jax.jit(step).trace(parameters, *arguments).lower(lowering_platforms=("tpu",))
+    return jax.jit(step).trace(parameters, *arguments).lower(lowering_platforms=("tpu",)), count
+
+
+def training(chip):
+    """The lowered training step of MaxDiffusion's UNet, with what its trainer does around it, and its number of parameters."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy
+    import optax
+    from flax.linen import partitioning
+    from flax.training.train_state import TrainState
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    name, host, _ = TRAINING[chip]
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=name, chip_config_name=CHIPS[chip][1], chips_per_host_bounds=host, num_slices=1)
+    chips = len(topology.devices)
+    mesh = Mesh(numpy.array(topology.devices).reshape(1, chips, 1, 1), ("data", "fsdp", "context", "tensor"))
+    model = unet(weights_dtype=jnp.float32, mesh=mesh)
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def of_all(*dims):
+        return jax.ShapeDtypeStruct((chips, *dims), jnp.float32, sharding=split)
+
+    batch = {"latents": of_all(4, SIDE, SIDE), "states": of_all(TOKENS, 2048), "pooled": of_all(1280)}
+    time_ids = jnp.array([[8 * SIDE, 8 * SIDE, 0, 0, 8 * SIDE, 8 * SIDE]] * chips, jnp.float32)
+    # `scaled_linear` of SDXL's scheduler.
+    kept = jnp.cumprod(1 - jnp.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+
+    def start():
+        arguments = [jnp.zeros(batch["latents"].shape), jnp.zeros((chips,), jnp.int32), jnp.zeros(batch["states"].shape)]
+        added = {"text_embeds": jnp.zeros(batch["pooled"].shape), "time_ids": time_ids}
+        parameters = model.init(jax.random.PRNGKey(0), *arguments, added)["params"]
+        return TrainState.create(apply_fn=model.apply, params=parameters, tx=optax.adamw(4e-7, weight_decay=1e-2))
+
+    def step(state, batch, key):
+        noise_key, timestep_key, key = jax.random.split(key, 3)
+
+        def loss(parameters):
+            noise = jax.random.normal(noise_key, batch["latents"].shape)
+            timesteps = jax.random.randint(timestep_key, (chips,), 0, 1000)
+            scale = kept[timesteps][:, None, None, None]
+            noisy = jnp.sqrt(scale) * batch["latents"] + jnp.sqrt(1 - scale) * noise
+            added = {"text_embeds": batch["pooled"], "time_ids": time_ids}
+            predicted = state.apply_fn({"params": parameters}, noisy, timesteps, batch["states"], added, train=True).sample
+            return jnp.mean((noise - predicted) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value, key
+
+    with mesh, partitioning.axis_rules(RULES):
+        abstract = jax.eval_shape(start)
+        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
+        boxed = lambda leaf: isinstance(leaf, nn.spmd.LogicallyPartitioned)
+        state = jax.tree.map(lambda leaf: leaf.unbox() if boxed(leaf) else leaf, abstract, is_leaf=boxed)
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        state = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                             state, shardings)
+        key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole)
+        lowered = jax.jit(step, out_shardings=(shardings, None, None), donate_argnums=0).trace(state, batch, key).lower(
+            lowering_platforms=("tpu",))
+    return lowered, count
+
+
+def maxdiffusion(chip, step):
+    lowered, count = {"denoise": denoising, "train": training}[step](chip)
     start = time.monotonic()
     compiled = lowered.compile()
     seconds = time.monotonic() - start
@@ -86,23 +164,35 @@ def maxdiffusion(chip):
         sys.exit("the program has loops, whose bodies would count once")
     # Operations inside fusions have no cycles of their own.
     cycles = sum(int(found) for found in re.findall(r'"estimated_cycles":"(\d+)"', text))
-    return {"parameters": count, "ms": cycles / clock * 1e3, "seconds": seconds}
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {"parameters": count, "ms": cycles / CHIPS[chip][2] * 1e3, "seconds": seconds, "peak": peak}
 
 
-def ours(program, chip, quantization):
+def ours(program, chip, step, quantization, overrides):
+    if step == "train":
+        topology = TRAINING[chip][2]
+        overrides = ["per_device_batch_size=1", "ici_fsdp_parallelism=-1", "ici_data_parallelism=1", *overrides]
+    else:
+        topology = TOPOLOGIES[chip]
+        overrides = ["weights_dtype=bfloat16", *overrides]
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
-            [program, "compile", ROOT / "configs/base_xl.yml", f"compile_topology={TOPOLOGIES[chip]}", "weights_dtype=bfloat16",
-             f"quantization={quantization}", f"output_dir={folder}", "run_name=predicted", "--json"],
+            [program, "compile", ROOT / "configs/base_xl.yml", "--step", step, "--output", f"{folder}/compiled",
+             f"compile_topology={topology}", f"quantization={quantization}", f"output_dir={folder}", "run_name=predicted",
+             "--json", *overrides],
             stdout=subprocess.PIPE, check=True)
     report = json.loads(found.stdout)
     return {"parameters": report["parameters"], "ms": report["predicted_ms"]["total"],
-            "seconds": report["compile_seconds"], "unpredicted": len(report["predicted_ms"]["unpredicted"])}
+            "seconds": report["compile_seconds"], "unpredicted": len(report["predicted_ms"]["unpredicted"]),
+            "peak": report["memory"]["peak"]}
 
 
 def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("folder", type=pathlib.Path)
+    arguments.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    arguments.add_argument("--step", choices=("denoise", "train"), default="denoise")
     arguments.add_argument("--chip", choices=CHIPS, default="v5e")
     arguments.add_argument("--program", default=ROOT / "target/release/maxdiff-rs")
     arguments.add_argument("--only", action="append", choices=CASES)
@@ -110,21 +200,23 @@ def main():
     arguments = arguments.parse_args()
     if arguments.alone == "maxdiffusion":
         sys.path.insert(0, str(arguments.folder.resolve() / "src"))
-        print(json.dumps(maxdiffusion(arguments.chip)))
+        print(json.dumps(maxdiffusion(arguments.chip, arguments.step)))
         return
     if arguments.alone:
-        print(json.dumps(ours(arguments.program, arguments.chip, {"bf16": "", "int8": "int8"}[arguments.alone])))
+        quantization = {"bf16": "", "int8": "int8"}[arguments.alone]
+        print(json.dumps(ours(arguments.program, arguments.chip, arguments.step, quantization, arguments.overrides)))
         return
-    print("| | ms a step | over MaxDiffusion's | seconds to compile the step | processor seconds in all | no estimate |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| | ms a step | over MaxDiffusion's | seconds to compile the step | processor seconds in all | no estimate "
+          "| peak, GB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     environment = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_LOG_DIR="disabled",
                        TPU_MIN_LOG_LEVEL="3")
     peer = None
     for name in arguments.only or CASES:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = subprocess.run(
-            [sys.executable, __file__, arguments.folder, "--program", arguments.program, "--chip", arguments.chip,
-             "--alone", name],
+            [sys.executable, __file__, arguments.folder, *arguments.overrides, "--program", arguments.program,
+             "--chip", arguments.chip, "--step", arguments.step, "--alone", name],
             stdout=subprocess.PIPE, text=True, check=True, env=environment)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -132,7 +224,7 @@ def main():
         peer = result["ms"] if name == "maxdiffusion" else peer
         ratio = f"{result['ms'] / peer:.3f}" if peer else ""
         print(f"| {name} | {result['ms']:.1f} | {ratio} | {result['seconds']:.0f} | {processor:.0f} | "
-              f"{result.get('unpredicted', '')} |", flush=True)
+              f"{result.get('unpredicted', '')} | {result['peak'] / 1e9:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

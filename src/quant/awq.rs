@@ -3,7 +3,7 @@
 
 use crate::dtype::DType;
 use crate::graph::TensorFormat;
-use crate::host_tensor::HostTensor;
+use crate::host_tensor::{HostTensor, float_bytes};
 use crate::shape::Shape;
 
 use super::codes::quantize_observed;
@@ -72,16 +72,10 @@ impl AwqWeight {
             .values
             .chunks(inputs)
             .flat_map(|row| row.iter().zip(factors).map(|(w, f)| w * f));
-        let data: Vec<u8> = match self.dtype {
-            DType::BF16 => taken
-                .flat_map(|x| half::bf16::from_f32(x).to_le_bytes())
-                .collect(),
-            _ => taken.flat_map(f32::to_le_bytes).collect(),
-        };
         let dims = [self.values.len() / inputs.max(1), inputs];
         let tensor = HostTensor {
             shape: Shape::new(self.dtype, dims),
-            data,
+            data: float_bytes(self.dtype, taken),
         };
         let quantized = quantize_observed(&tensor, self.format, self.observer)?;
         let dtype = self.dtype;

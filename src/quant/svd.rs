@@ -2,14 +2,14 @@
 //! singular value decomposition (Halko, Martinsson and Tropp 2011, algorithm 4.4).
 
 use nalgebra::DMatrix;
-use ndarray::{Array2, ArrayView2, Axis, s};
+use ndarray::{Array1, Array2, ArrayView2, Axis, CowArray, s};
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::graph::TensorFormat;
-use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::host_tensor::{HostTensor, HostTensorError, float_bytes};
 use crate::shape::Shape;
 
 use super::gptq::WeightRounding;
@@ -76,13 +76,17 @@ pub fn balance(activations: &[f32], weights: &[f32], alpha: f64) -> Vec<f32> {
 pub fn largest_of_features(weight: &[f32], dims: &[usize]) -> Vec<f32> {
     let inputs = dims.get(1).copied().unwrap_or(1).max(1);
     let positions = dims.iter().skip(2).product::<usize>().max(1);
-    let mut largest = vec![0f32; inputs];
+    // Of each position of each feature first: neighbours in memory, so that several are compared at a time.
+    let mut largest = vec![0f32; inputs * positions];
     for row in weight.chunks(inputs * positions) {
-        for (largest, values) in largest.iter_mut().zip(row.chunks(positions)) {
-            *largest = values.iter().fold(*largest, |m, x| m.max(x.abs()));
+        for (largest, value) in largest.iter_mut().zip(row) {
+            *largest = largest.max(value.abs());
         }
     }
-    largest
+    let of_features = largest.chunks(positions);
+    of_features
+        .map(|of| of.iter().fold(0f32, |m, x| m.max(*x)))
+        .collect()
 }
 
 /// A weight `f32[out, in]` as a low-rank product and quantized integers of what that leaves. As in AMD Quark, the factors
@@ -104,30 +108,33 @@ pub fn with_low_rank(
         });
     };
     let values = weight.to_f32_vec()?;
-    let largest = largest_of_features(&values, &weight.shape.dims);
     let whole =
         ArrayView2::from_shape((out, inputs), &values).map_err(|_| LowRankError::Shape {
             dims: weight.shape.dims.clone(),
         })?;
+    let features = options.features.as_ref();
+    let largest = features.map(|[of, _]| (of, largest_of_features(&values, &weight.shape.dims)));
     let mut best: Option<(f64, LowRankWeight)> = None;
     for &alpha in &options.alphas {
-        let factors = match &options.features {
-            Some([magnitudes, _]) => balance(magnitudes, &largest, alpha),
-            None => vec![1.0; inputs],
-        };
-        let factors = ndarray::ArrayView1::from(&factors);
-        let mut of = whole.to_owned();
+        let factors = largest.as_ref();
+        let factors = factors.map(|(of, own)| Array1::from(balance(of, own, alpha)));
+        let mut of = CowArray::from(whole);
         let mut found = None;
         for _ in 0..options.iterations {
-            let [up, mut down] = low_rank(&(&of * &factors), options.rank);
-            down /= &factors;
-            let [up, down] = [up, down].map(|factor| factor.mapv(to_bf16));
-            let residual = &whole - &product(up.view(), down.view());
-            let residual = typed(&residual, dtype)?;
+            let [up, down] = match &factors {
+                Some(factors) => {
+                    let [up, down] = low_rank((&of * factors).view(), options.rank);
+                    [up, down / factors]
+                }
+                None => low_rank(of.view(), options.rank),
+            };
+            let [up, down] = [up, down].map(|factor| factor.mapv_into(to_bf16));
+            let residual = typed(&less(whole, product(up.view(), down.view())), dtype)?;
             let quantized = rounding.quantize(&residual, format)?;
             if options.iterations > 1 {
                 let left = quantized.dequantized()?;
-                of = &whole - &Array2::from_shape_vec((out, inputs), left).unwrap_or_default();
+                let left = Array2::from_shape_vec((out, inputs), left).unwrap_or_default();
+                of = less(whole, left).into();
             }
             found = Some((quantized, up, down));
         }
@@ -138,7 +145,7 @@ pub fn with_low_rank(
             Some([_, squares]) if options.alphas.len() > 1 => {
                 let left = quantized.dequantized()?;
                 let left = Array2::from_shape_vec((out, inputs), left).unwrap_or_default();
-                let error = &whole - &product(up.view(), down.view()) - &left;
+                let error = less(whole, product(up.view(), down.view())) - &left;
                 let of_rows = error.axis_iter(Axis(0)).map(|row| {
                     let each = row.iter().zip(squares);
                     each.map(|(e, square)| f64::from(e * e * square))
@@ -162,15 +169,15 @@ pub fn with_low_rank(
         .ok_or(LowRankError::Weight(WeightQuantError::Scalar))
 }
 
+/// The first matrix without the second, in the memory of the second.
+fn less(whole: ArrayView2<'_, f32>, mut part: Array2<f32>) -> Array2<f32> {
+    part.zip_mut_with(&whole, |part, whole| *part = whole - *part);
+    part
+}
+
 /// A matrix in `f32` or `bf16`.
 fn typed(x: &Array2<f32>, dtype: DType) -> Result<HostTensor, HostTensorError> {
-    let values = x.iter();
-    let data = match dtype {
-        DType::BF16 => values
-            .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
-            .collect(),
-        _ => values.flat_map(|x| x.to_le_bytes()).collect(),
-    };
+    let data = float_bytes(dtype, x.iter().copied());
     HostTensor::new(Shape::new(dtype, [x.nrows(), x.ncols()]), data)
 }
 
@@ -180,7 +187,7 @@ fn to_bf16(x: f32) -> f32 {
 }
 
 /// `up [out, rank]` with orthonormal columns and `down [rank, in]`, whose product is near the best one of this rank.
-fn low_rank(matrix: &Array2<f32>, rank: usize) -> [Array2<f32>; 2] {
+fn low_rank(matrix: ArrayView2<'_, f32>, rank: usize) -> [Array2<f32>; 2] {
     let (out, inputs) = matrix.dim();
     let columns = (rank + MORE_COLUMNS).min(out).min(inputs);
     let rank = rank.min(columns);
@@ -189,10 +196,10 @@ fn low_rank(matrix: &Array2<f32>, rank: usize) -> [Array2<f32>; 2] {
         if rng.next_u32() & 1 == 0 { 1.0 } else { -1.0 }
     });
     let transposed = matrix.t();
-    let mut basis = orthonormal(&product(matrix.view(), signs.view()));
+    let mut basis = orthonormal(&product(matrix, signs.view()));
     for _ in 0..POWER_STEPS {
         let of_inputs = orthonormal(&product(transposed, basis.view()));
-        basis = orthonormal(&product(matrix.view(), of_inputs.view()));
+        basis = orthonormal(&product(matrix, of_inputs.view()));
     }
     // The matrix in this basis is [in, columns], the other way round.
     let small = product(transposed, basis.view());

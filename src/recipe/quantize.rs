@@ -1,6 +1,6 @@
 //! Quantizing a published model's weights, from file to file.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -574,14 +574,34 @@ fn check_layout(config: &Config, decided: &Decided) -> Result<(), RecipeError> {
             "its description names Quark's own algorithm and observer: leave both out",
         );
     }
+    let mut ranks = BTreeSet::new();
     for (key, dims) in decided.sizes() {
         let layer = key.trim_end_matches(".weight");
         if let Some(stored) = decided.stored.layers.get(layer) {
+            ranks.extend(stored.low_rank);
             let shape = Shape::new(DType::F32, dims.to_vec());
             check_quark_layer(&shape, stored).or_else(|reason| refuse(layer, &reason))?;
         }
     }
-    Ok(())
+    if !ranks.is_empty() && config.svd_iterations > 1 {
+        return refuse(
+            "svd_iterations",
+            "Quark decomposes a weight once: leave it out",
+        );
+    }
+    match ranks.len() {
+        0 | 1 => Ok(()),
+        _ => {
+            let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+            refuse(
+                "svd_rank",
+                &format!(
+                    "its description has one rank for all layers, and these have {}",
+                    ranks.join(" and ")
+                ),
+            )
+        }
+    }
 }
 
 /// The model that `pretrained_model_name_or_path` names; of a recipe with a UNet of its own what `generate` would draw with.

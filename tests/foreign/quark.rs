@@ -1,5 +1,6 @@
 //! AMD Quark's export, against the library (`scripts/oracles/quark_export.py`).
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,8 +11,9 @@ use maxdiff::graph::{Granularity, NumericsConvention, TensorFormat};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::Part;
 use maxdiff::quant::quantize_weight;
+use maxdiff::shape::Shape;
 use maxdiff::weights::source::ModelSource;
-use maxdiff::weights::{Checkpoint, WeightsError};
+use maxdiff::weights::{Checkpoint, TensorView, WeightsError, save};
 use serde_json::{Map, Value, json};
 
 use super::check_products_of;
@@ -67,6 +69,36 @@ fn programs_multiply_what_quark_exports() {
         let folder = golden(&format!("quark/{case}"));
         check_products_of(&|| open(&folder).unwrap(), &["linear"]);
     }
+}
+
+/// SVDQuant's export: codes of what a low-rank product leaves, and its factors beside them, under one layer's path.
+#[test]
+fn low_rank_products_are_those_of_quark() {
+    let folder = golden("quark/svdquant");
+    let mut file = open(&folder).unwrap();
+    let names: Vec<&str> = file.names().collect();
+    assert_eq!(
+        names,
+        ["head.bias", "head.weight", "linear.bias", "linear.weight"]
+    );
+    let found = file.read_as("linear.weight", DType::F32).unwrap();
+    assert_eq!(found.shape.dims, [256, 256]);
+    let values = found.to_f32_vec().unwrap();
+    let recorded = Golden::read("quark/floats.safetensors");
+    let recorded = recorded.values("out/svdquant");
+    let (left, product) = recorded.split_at(recorded.len() / 2);
+    assert!(product.iter().any(|x| x.abs() > 1e-3));
+    for ((found, left), product) in values.iter().zip(left).zip(product) {
+        // Quark rounds codes times scales to bfloat16.
+        let bound = left.abs() * 2f64.powi(-8) + 1e-6;
+        assert!((f64::from(*found) - left - product).abs() <= bound);
+    }
+    file.pack();
+    let layers = &file.quantization().unwrap().layers;
+    assert_eq!(layers["linear"].low_rank, Some(4));
+    file.widen();
+    assert_eq!(file.read("linear.weight").unwrap(), found);
+    check_products_of(&|| open(&folder).unwrap(), &["linear"]);
 }
 
 /// What Quark stores is what `quantize` stores, and its microscaling formats stand for the same floats.
@@ -137,6 +169,57 @@ fn changed(dir: &Path, case: &str, change: impl FnOnce(&mut Value)) -> PathBuf {
     change(&mut config["quantization_config"]);
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
     dir.to_owned()
+}
+
+/// A layer of SVDQuant whose parts do not fit each other.
+#[test]
+fn low_rank_products_that_do_not_fit_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = golden("quark/svdquant");
+    let file = Checkpoint::open(&folder).unwrap();
+    let tensors: Vec<(&str, HostTensor)> =
+        file.names().map(|n| (n, file.read(n).unwrap())).collect();
+    fs::copy(folder.join("config.json"), dir.path().join("config.json")).unwrap();
+    let error = |change: &dyn Fn(&str, &HostTensor) -> Option<HostTensor>| {
+        let changed = tensors
+            .iter()
+            .filter_map(|(name, tensor)| Some((*name, change(name, tensor)?)));
+        let changed: Vec<(&str, HostTensor)> = changed.collect();
+        let views = changed.iter().map(|(name, tensor)| TensorView {
+            name,
+            dtype: tensor.shape.dtype,
+            dims: &tensor.shape.dims,
+            data: &tensor.data,
+        });
+        let path = dir.path().join("diffusion_pytorch_model.safetensors");
+        save(&path, views, &BTreeMap::new()).unwrap();
+        open(dir.path()).unwrap_err().to_string()
+    };
+    let up = "linear.correction.l2.weight";
+    let missing = error(&|name, tensor| (name != up).then(|| tensor.clone()));
+    assert!(
+        missing.contains("linear.correction.l2.weight is missing"),
+        "{missing}"
+    );
+    let other = error(&|name, tensor| {
+        let other = HostTensor::zeros(Shape::new(DType::BF16, [256, 3]));
+        Some(if name == up { other } else { tensor.clone() })
+    });
+    assert!(
+        other.contains(
+            "linear.correction: its factors are bf16[4,256] and bf16[256,3], which make no matrix"
+        ),
+        "{other}"
+    );
+    let floats = error(&|name, tensor| {
+        let weight = HostTensor::zeros(Shape::new(DType::BF16, [256, 256]));
+        match name {
+            "linear.layer.weight" => Some(weight),
+            name if name.contains("_quantizer") => None,
+            _ => Some(tensor.clone()),
+        }
+    });
+    assert!(floats.contains("no tensor is a scale of one"), "{floats}");
 }
 
 #[test]
@@ -241,5 +324,67 @@ fn a_model_is_written_in_quarks_layout_and_read_back() {
     .concat();
     let found = crate::quantize::quantize(&source, &output, &with_observer);
     refused(&found, 2, ".*attn2.*: its description names Quark's own");
+    assert!(!output.exists());
+}
+
+/// SVDQuant in Quark's layout: what is read back stands for the same floats as this program's own layout.
+#[test]
+fn low_rank_products_are_written_in_quarks_layout_and_read_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let common = [
+        "quantization=svdquant_w4a16",
+        "quantization_granularity=4",
+        "quantization_numerics=quark",
+        "svd_rank=2",
+        "quant_rules=[{path: '.*attn2.*', mode: int8_w8a16}, {path: '.*(conv|samplers|proj_in|proj_out|time).*', mode: none}]",
+    ];
+    let [own, quarks] = ["own", "quark"].map(|name| dir.path().join(name));
+    quantized(&source, &own, &common);
+    quantized(
+        &source,
+        &quarks,
+        &[&common[..], &["quantized_layout=quark"]].concat(),
+    );
+    let text = fs::read_to_string(quarks.join("unet/config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let algorithm = &config["quantization_config"]["algo_config"][0];
+    assert_eq!(algorithm["svd_rank"], 2);
+    let excluded = algorithm["exclude_patterns"].as_array().unwrap();
+    let excluded: Vec<&str> = excluded.iter().filter_map(Value::as_str).collect();
+    assert!(excluded.contains(&"conv_in"));
+    assert!(excluded.iter().any(|path| path.contains("attn2")));
+    let file = Checkpoint::open(&quarks.join("unet")).unwrap();
+    let with_bias = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0";
+    for name in [
+        "layer.weight",
+        "layer.bias",
+        "correction.l1.weight",
+        "correction.l2.weight",
+    ] {
+        let name = format!("{with_bias}.{name}");
+        assert!(file.names().any(|found| found == name), "{name}");
+    }
+    let written = [&own, &quarks].map(|folder| {
+        let mut model = ModelSource::open(folder).unwrap();
+        assert!(model.widen_denoiser() > 0);
+        model
+    });
+    let [own, quarks] = written
+        .each_ref()
+        .map(|model| &model.component(Part::Unet).unwrap().checkpoint);
+    let names: Vec<&str> = own.names().collect();
+    assert_eq!(names, quarks.names().collect::<Vec<_>>());
+    for name in names {
+        assert_eq!(
+            own.read(name).unwrap(),
+            quarks.read(name).unwrap(),
+            "{name}"
+        );
+    }
+    let output = dir.path().join("out");
+    let twice = [&common[..], &["quantized_layout=quark", "svd_iterations=2"]].concat();
+    let found = crate::quantize::quantize(&source, &output, &twice);
+    refused(&found, 2, "svd_iterations: Quark decomposes a weight once");
     assert!(!output.exists());
 }

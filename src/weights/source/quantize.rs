@@ -120,13 +120,35 @@ impl UNetQuantization {
         let mut config = component.config.clone();
         let matrices = component.checkpoint.iter();
         let matrices = matrices.filter(|(_, shape)| [2, 4].contains(&shape.rank()));
-        let layers = matrices.filter_map(|(name, _)| name.strip_suffix(".weight"));
+        let layers =
+            matrices.filter_map(|(name, shape)| Some((name.strip_suffix(".weight")?, shape)));
         let description = match self.layout {
             QuantizedLayout::Own => self.stored.to_config(),
-            QuantizedLayout::Quark => quark::config(&self.stored, layers),
+            QuantizedLayout::Quark => {
+                let layers: Vec<_> = layers.collect();
+                quark::config(&self.stored, &layers, self.decomposition().as_ref())
+            }
         };
         config.insert(CONFIG_KEY.to_owned(), description);
         config
+    }
+
+    /// How low-rank products are chosen, which is the same in all layers that have one.
+    fn decomposition(&self) -> Option<quark::Decomposition> {
+        let mut plans = self.plans.values();
+        let options = plans.find_map(|plan| plan.low_rank.as_ref())?;
+        Some(quark::Decomposition {
+            rank: options.rank,
+            alphas: options.alphas.clone(),
+        })
+    }
+
+    /// The name under which a tensor that is not quantized is written.
+    fn name_of<'a>(&self, name: &'a str) -> Cow<'a, str> {
+        match self.layout {
+            QuantizedLayout::Own => Cow::Borrowed(name),
+            QuantizedLayout::Quark => quark::path_of(name, &self.stored),
+        }
     }
 
     /// The tensors that are written, of those of the float UNet.
@@ -136,7 +158,9 @@ impl UNetQuantization {
             let layer = self.stored.layer_of(&spec.name);
             let stored = layer.and_then(|(layer, formats)| match self.layout {
                 QuantizedLayout::Own => layer_tensors(layer, &spec.shape, formats),
-                QuantizedLayout::Quark => quark::tensors(layer, &spec.shape, formats.weight),
+                QuantizedLayout::Quark => {
+                    quark::tensors(layer, &spec.shape, formats.weight, formats.low_rank)
+                }
             });
             match stored {
                 Some(tensors) => {
@@ -144,7 +168,10 @@ impl UNetQuantization {
                     specs.extend(tensors.map(|(name, shape)| TensorSpec { name, shape }));
                 }
                 // One that is in float, or is refused when it is quantized.
-                None => specs.push(spec),
+                None => {
+                    let name = self.name_of(&spec.name).into_owned();
+                    specs.push(TensorSpec { name, ..spec });
+                }
             }
         }
         specs
@@ -186,7 +213,7 @@ impl UNetQuantization {
                 if has_infinity(tensor) {
                     return Err(self.overflow(checkpoint.path(), name));
                 }
-                file.write(name, &tensor.data)?;
+                file.write(&self.name_of(name), &tensor.data)?;
                 wrote(tensor.data.len() as u64);
                 return Ok(());
             };
@@ -255,7 +282,10 @@ impl UNetQuantization {
             let dtype = match scale {
                 Some(scale) if is_exact => scale,
                 Some(_) => self.weights_dtype,
-                None => types.get(name).copied().unwrap_or(shape.dtype),
+                None => {
+                    let dtype = types.get(self.name_of(name).as_ref()).copied();
+                    dtype.unwrap_or(shape.dtype)
+                }
             };
             (name, dtype)
         };
@@ -376,11 +406,12 @@ impl QuantizedLayer {
         if layout == QuantizedLayout::Quark {
             let layer = name.trim_end_matches(".weight");
             let shape = weight.values.shape.with_dtype(DType::F32);
-            let named = quark::tensors(layer, &shape, weight.format).unwrap_or_default();
-            let names = named.into_iter().map(|(name, _)| name);
-            return names
-                .zip(quark::bytes(weight).into_iter().map(Cow::Owned))
-                .collect();
+            let factors = self.beside.iter().map(|(_, factor)| &factor.data);
+            let rank = self.beside.first().map(|(_, down)| down.shape.dims[0]);
+            let named = quark::tensors(layer, &shape, weight.format, rank).unwrap_or_default();
+            let packed = quark::bytes(weight).into_iter().map(Cow::Owned);
+            let bytes = packed.chain(factors.map(|data| Cow::Borrowed(data.as_slice())));
+            return named.into_iter().map(|(name, _)| name).zip(bytes).collect();
         }
         let mut files = vec![
             (

@@ -1,6 +1,7 @@
 //! AMD Quark's export (`export_safetensors(weight_format="real_quantized")` of amd-quark 0.13), written: names, types and order of
 //! packed weights and their scales, and the description in `config.json`.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
@@ -11,9 +12,14 @@ use crate::host_tensor::HostTensor;
 use crate::quant::{QuantizedWeight, StoredLayer, scale_dims};
 use crate::shape::Shape;
 use crate::weights::quantized::Quantization;
+use crate::weights::stored::quark::{DOWN, REMAINDER, UP, factor_name};
 
 /// The version that the layout is of.
 const VERSION: &str = "0.13";
+/// Quark's default of the activations' share in the factors of features.
+const DEFAULT_ALPHA: f64 = 0.5;
+/// By default Quark decomposes no matrix with a side below this.
+const SMALLEST_SIDE: usize = 256;
 /// Which of eight values is in each half byte of a word, from the lowest on.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
@@ -36,10 +42,10 @@ pub fn check_layer(shape: &Shape, layer: &StoredLayer) -> Result<(), String> {
                 .to_owned(),
         );
     }
-    if layer.activation.is_some() || layer.low_rank.is_some() || layer.smoothed {
+    if layer.activation.is_some() || layer.smoothed {
         return Err(
-            "quantized activations, low-rank products and factors of activations are not written in this layout: take a mode of \
-             weights alone, rounded to nearest"
+            "quantized activations and factors of activations are not written in this layout: take a mode of weights alone, in \
+             svd_order=quark"
                 .to_owned(),
         );
     }
@@ -80,15 +86,56 @@ fn kind(weight: TensorFormat) -> Option<Kind> {
     }
 }
 
-/// The tensors of a layer whose weight has this shape, in the order of the layout's names.
+/// How a layer's low-rank product was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Decomposition {
+    pub rank: usize,
+    /// As of [`crate::quant::LowRankOptions`].
+    pub alphas: Vec<f64>,
+}
+
+/// The path under which a tensor that is not a quantized weight stands: a bias moves with the weight that a low-rank product is
+/// beside.
+pub(super) fn path_of<'a>(name: &'a str, stored: &Quantization) -> Cow<'a, str> {
+    let layer = name.strip_suffix(".bias");
+    let has_product = |layer: &&str| {
+        let stored = stored.layers.get(*layer);
+        stored.is_some_and(|stored| stored.low_rank.is_some())
+    };
+    match layer.filter(has_product) {
+        Some(layer) => Cow::Owned(format!("{layer}{REMAINDER}.bias")),
+        None => Cow::Borrowed(name),
+    }
+}
+
+/// The tensors of a layer whose weight has this shape: the weight's in the order of the layout's names, then the factors down and
+/// up of a low-rank product of this rank.
 pub(super) fn tensors(
     layer: &str,
     shape: &Shape,
     weight: TensorFormat,
+    rank: Option<usize>,
 ) -> Option<Vec<(String, Shape)>> {
     let &[out, inputs] = &shape.dims[..] else {
         return None;
     };
+    let Some(rank) = rank else {
+        return packed(layer, [out, inputs], weight);
+    };
+    let mut tensors = packed(&format!("{layer}{REMAINDER}"), [out, inputs], weight)?;
+    for (factor, dims) in [(DOWN, [rank, inputs]), (UP, [out, rank])] {
+        tensors.push((factor_name(layer, factor), Shape::new(DType::BF16, dims)));
+    }
+    Some(tensors)
+}
+
+/// The tensors of a weight `[out, in]`, in the order of the layout's names.
+fn packed(
+    layer: &str,
+    [out, inputs]: [usize; 2],
+    weight: TensorFormat,
+) -> Option<Vec<(String, Shape)>> {
+    let shape = Shape::new(DType::F32, [out, inputs]);
     let name = format!("{layer}.weight");
     let beside = |leaf: &str| format!("{layer}.weight_quantizer.{leaf}");
     let mut dims = scale_dims(&shape.dims, weight.granularity)?;
@@ -132,7 +179,7 @@ pub(super) fn tensors(
     })
 }
 
-/// The bytes of [`tensors`], in their order.
+/// The bytes of a weight's [`tensors`], in their order.
 pub(super) fn bytes(weight: &QuantizedWeight) -> Vec<Vec<u8>> {
     let format = weight.format;
     let zero_points = || match &weight.zero_point {
@@ -206,8 +253,12 @@ fn words(integers: &[u8], row: usize) -> Vec<u8> {
 }
 
 /// The description: the format of most layers is that of all, others have their own, and layers in float are named. `layers` are all
-/// that Quark could quantize.
-pub(super) fn config<'a>(stored: &Quantization, layers: impl Iterator<Item = &'a str>) -> Value {
+/// that Quark could quantize, with their shapes, and `decomposition` is that of those with a low-rank product.
+pub(super) fn config(
+    stored: &Quantization,
+    layers: &[(&str, &Shape)],
+    decomposition: Option<&Decomposition>,
+) -> Value {
     let mut counts: BTreeMap<String, (usize, TensorFormat)> = BTreeMap::new();
     for layer in stored.layers.values() {
         let key = format!("{:?}", layer.weight);
@@ -221,13 +272,15 @@ pub(super) fn config<'a>(stored: &Quantization, layers: impl Iterator<Item = &'a
         .filter(|(_, layer)| Some(layer.weight) != most);
     let own = own.map(|(path, layer)| (path.clone(), layer_config(Some(layer.weight))));
     let own: Map<String, Value> = own.collect();
-    let exclude: Vec<&str> = layers
+    let names = layers.iter().map(|(layer, _)| *layer);
+    let exclude: Vec<&str> = names
         .filter(|layer| !stored.layers.contains_key(*layer))
         .collect();
+    let algorithms = decomposition.map(|of| [svdquant(stored, layers, of)]);
     json!({
         "global_quant_config": layer_config(most),
         "exclude": exclude,
-        "algo_config": null,
+        "algo_config": algorithms,
         "softmax_quant_spec": null,
         "quant_method": "quark",
         "layer_type_quant_config": {},
@@ -243,6 +296,43 @@ pub(super) fn config<'a>(stored: &Quantization, layers: impl Iterator<Item = &'a
             "weight_format": "real_quantized",
             "pack_method": "reorder",
         },
+    })
+}
+
+/// Quark's `SVDQuantConfig`, with its defaults where nothing here decides them.
+fn svdquant(
+    stored: &Quantization,
+    layers: &[(&str, &Shape)],
+    decomposition: &Decomposition,
+) -> Value {
+    let has_product = |layer: &str| {
+        let stored = stored.layers.get(layer);
+        stored.is_some_and(|stored| stored.low_rank.is_some())
+    };
+    let (decomposed, others): (Vec<_>, Vec<_>) =
+        layers.iter().partition(|(layer, _)| has_product(layer));
+    let sides = decomposed.iter().flat_map(|(_, shape)| &shape.dims);
+    let others: Vec<&str> = others.into_iter().map(|(layer, _)| layer).collect();
+    let (alpha, is_searched) = match decomposition.alphas[..] {
+        [alpha] => (alpha, false),
+        _ => (DEFAULT_ALPHA, true),
+    };
+    json!({
+        "name": "svdquant",
+        "svd_rank": decomposition.rank,
+        "smooth_alpha": alpha,
+        "search_alpha": is_searched,
+        "alpha_candidates": null,
+        "alpha_search_max_samples": 8,
+        "exclude_patterns": others,
+        "min_layer_size": sides.copied().fold(SMALLEST_SIDE, usize::min),
+        "use_gptq": false,
+        "gptq_n_bits": 4,
+        "gptq_symmetric": true,
+        "gptq_group_size": -1,
+        "gptq_blocksize": 128,
+        "gptq_percdamp": 0.01,
+        "gptq_actorder": false,
     })
 }
 
@@ -425,7 +515,7 @@ mod tests {
             check_layer(&weight.shape, &layer).unwrap();
             let file = Checkpoint::open(&recorded(case)).unwrap();
             let quantized = quantize_weight(&weight, format).unwrap();
-            let tensors = tensors("linear", &weight.shape, format).unwrap();
+            let tensors = tensors("linear", &weight.shape, format, None).unwrap();
             let written: Vec<&str> = tensors.iter().map(|(name, _)| name.as_str()).collect();
             let others = ["head.bias", "head.weight", "linear.bias"];
             let mut names: Vec<&str> = written.iter().copied().chain(others).collect();
@@ -441,9 +531,54 @@ mod tests {
             let stored = Quantization {
                 layers: [("linear".to_owned(), layer)].into(),
             };
-            let own = config(&stored, ["head", "linear"].into_iter());
+            let head = Shape::new(DType::F32, [2, 16]);
+            let own = config(&stored, &[("head", &head), ("linear", &weight.shape)], None);
             assert_eq!(own, recorded["quantization_config"], "{case}");
         }
+    }
+
+    /// SVDQuant's: the same names, types and description (numbers depend on how far a decomposition goes).
+    #[test]
+    fn low_rank_products_have_the_places_of_quarks() {
+        let of_weight = format(
+            NumericsConvention::Quark,
+            DType::S4,
+            Granularity::Group(64),
+            false,
+        );
+        let layer = StoredLayer {
+            weight: of_weight.stored(DType::BF16),
+            activation: None,
+            low_rank: Some(4),
+            smoothed: false,
+        };
+        let shape = Shape::new(DType::F32, [256, 256]);
+        check_layer(&shape, &layer).unwrap();
+        let file = Checkpoint::open(&recorded("svdquant")).unwrap();
+        let stored = Quantization {
+            layers: [("linear".to_owned(), layer)].into(),
+        };
+        let tensors = tensors("linear", &shape, layer.weight, layer.low_rank).unwrap();
+        for (name, shape) in &tensors {
+            assert_eq!(Some(shape), file.info(name), "{name}");
+        }
+        let bias = path_of("linear.bias", &stored);
+        assert!(file.info(&bias).is_some());
+        assert_eq!(path_of("head.bias", &stored), "head.bias");
+        assert_eq!(tensors.len() + 3, file.names().count());
+        let text = fs::read_to_string(recorded("svdquant").join("config.json")).unwrap();
+        let recorded: Value = serde_json::from_str(&text).unwrap();
+        let head = Shape::new(DType::F32, [2, 256]);
+        let decomposition = Decomposition {
+            rank: 4,
+            alphas: vec![0.5],
+        };
+        let own = config(
+            &stored,
+            &[("head", &head), ("linear", &shape)],
+            Some(&decomposition),
+        );
+        assert_eq!(own, recorded["quantization_config"]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ mod blocks;
 mod comfy;
 mod decode;
 mod nunchaku;
-mod quark;
+pub(super) mod quark;
 mod torchao;
 
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! AMD Quark's export of diffusers models (`export_safetensors`): `real_quantized`, with packed weights and their scales in
 //! `<layer>.weight_quantizer.*`, or `fake_quantized`, whose weights are floats.
 //!
-//! int4 is packed into 32-bit words; of groups the matrix is transposed too. What is said of activations is not used: those
-//! stay in float.
+//! int4 is packed into 32-bit words; of groups the matrix is transposed too. A layer of SVDQuant is two: `<layer>.layer` is what
+//! its low-rank product leaves, `<layer>.correction.l1` and `.l2` are the product's factors down and up. What is said of
+//! activations is not used: those stay in float.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -16,6 +17,11 @@ use crate::weights::WeightsError;
 use crate::weights::location::{Location, Order, Parts, Words};
 use crate::weights::open::Checkpoint;
 use crate::weights::quantized::QuantizedError;
+
+/// The end of the path of what a low-rank product leaves, and the product's factors.
+pub(in crate::weights) const REMAINDER: &str = ".layer";
+pub(in crate::weights) const DOWN: &str = "l1";
+pub(in crate::weights) const UP: &str = "l2";
 
 /// The part of the description that says how tensors lie.
 #[derive(Deserialize)]
@@ -47,6 +53,7 @@ pub(super) fn recognize(
     }
     match export.weight_format.as_str() {
         "fake_quantized" => {
+            refuse_products_beside_floats(file)?;
             for name in names(file, |name| name.contains("._weight_quantizer.")) {
                 file.tensors.remove(&name);
             }
@@ -73,8 +80,10 @@ pub(super) fn recognize(
             .next()
             .unwrap_or_default()
             .to_owned();
-        let dtype = dtype_of(description, &layer);
-        let parts = parts(file, &layer, &scale, dtype.as_deref(), is_reordered)?;
+        let whole = layer.strip_suffix(REMAINDER);
+        let whole = whole.filter(|whole| file.tensors.contains_key(&factor_name(whole, DOWN)));
+        let dtype = dtype_of(description, whole, &layer);
+        let mut parts = parts(file, &layer, &scale, dtype.as_deref(), is_reordered)?;
         let name = format!("{layer}.weight");
         parts.check().map_err(|reason| file.wrong(&name, reason))?;
         for name in names(file, |name| {
@@ -82,16 +91,73 @@ pub(super) fn recognize(
         }) {
             file.tensors.remove(&name);
         }
-        file.tensors.insert(name, Location::of_parts(parts));
+        file.tensors.remove(&name);
+        let path = whole.unwrap_or(&layer);
+        if let Some(whole) = whole {
+            parts.low_rank = Some(factors(file, whole, &parts.codes.shape)?);
+            if let Some(bias) = file.tensors.remove(&format!("{layer}.bias")) {
+                file.tensors.insert(format!("{whole}.bias"), bias);
+            }
+        }
+        let weight = Location::of_parts(parts);
+        file.tensors.insert(format!("{path}.weight"), weight);
     }
-    Ok(())
+    refuse_products_beside_floats(file)
 }
 
-/// The element type that the description gives a layer's weight; of one with two stages that of the first.
-fn dtype_of(description: &Map<String, Value>, layer: &str) -> Option<String> {
-    let own = description
-        .get("layer_quant_config")
-        .and_then(|c| c.get(layer));
+pub(in crate::weights) fn factor_name(layer: &str, factor: &str) -> String {
+    format!("{layer}.correction.{factor}.weight")
+}
+
+/// Takes the factors of the low-rank product beside a weight of these dimensions.
+fn factors(
+    file: &mut Checkpoint,
+    layer: &str,
+    weight: &Shape,
+) -> Result<[Location; 2], WeightsError> {
+    let mut take = |factor| {
+        let name = factor_name(layer, factor);
+        let found = file.tensors.remove(&name);
+        found.ok_or_else(|| file.disagrees(format!("{name} is missing")))
+    };
+    let [down, up] = [take(DOWN)?, take(UP)?];
+    let rank = down.shape.dims.first().copied().unwrap_or(0);
+    let fits = match weight.dims[..] {
+        [out, inputs] => down.shape.dims == [rank, inputs] && up.shape.dims == [out, rank],
+        _ => false,
+    };
+    let is_float =
+        |location: &Location| matches!(location.shape.dtype, DType::BF16 | DType::F16 | DType::F32);
+    match fits && rank > 0 && is_float(&down) && is_float(&up) {
+        true => Ok([down, up]),
+        false => Err(file.disagrees(format!(
+            "{layer}.correction: its factors are {} and {}, which make no matrix of floats with the dimensions {:?}",
+            down.shape, up.shape, weight.dims
+        ))),
+    }
+}
+
+/// Quark also decomposes layers whose weights it then leaves in floats.
+fn refuse_products_beside_floats(file: &Checkpoint) -> Result<(), WeightsError> {
+    let end = factor_name("", DOWN);
+    let left = file.tensors.keys().find_map(|name| name.strip_suffix(&end));
+    match left {
+        None => Ok(()),
+        Some(layer) => Err(QuantizedError::Format {
+            path: file.path().to_owned(),
+            layer: layer.to_owned(),
+            format: "floats with a low-rank product beside them".to_owned(),
+            read: "low-rank products beside packed weights".to_owned(),
+        }
+        .into()),
+    }
+}
+
+/// The element type that the description gives a layer's weight; of one with two stages that of the first. Of SVDQuant the layer
+/// has two names.
+fn dtype_of(description: &Map<String, Value>, whole: Option<&str>, layer: &str) -> Option<String> {
+    let own = description.get("layer_quant_config");
+    let own = own.and_then(|layers| layers.get(layer).or_else(|| layers.get(whole?)));
     let weight = own
         .or_else(|| description.get("global_quant_config"))?
         .get("weight")?;
