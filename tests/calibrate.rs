@@ -365,6 +365,13 @@ fn calibration_that_cannot_be_is_refused() {
             "calibration.prompts_file=nowhere.tsv: ",
         ),
         (
+            &[
+                "quantization=svdquant_w4a16",
+                "calibration={prompts: [], steps: 5}",
+            ],
+            "calibration.steps: has no effect: it needs calibration.prompts or calibration.prompts_file",
+        ),
+        (
             &[static_int8, SMALL, "quantization_granularity=8"],
             "int8 and fp8 by recorded scales are here in AMD Quark's numerics",
         ),

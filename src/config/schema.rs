@@ -96,6 +96,11 @@ const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the mo
 const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here yet";
 const PROFILER: &str = "there is no profiler here yet";
 
+/// There are images to draw.
+const CALIBRATED: Condition = Either(
+    &Given("calibration.prompts"),
+    &Given("calibration.prompts_file"),
+);
 const INT8: Condition = Is("quantization", &["int8"]);
 const MODES: &[&str] = &[
     "int8",
@@ -1037,26 +1042,26 @@ schema! {
         /// Prompts of the file that are taken, from the first on.
         max_prompts: u64 = 128, Ours, QUANTIZE, in Between(1.0, 100_000.0), when Given("calibration.prompts_file");
         /// Denoising steps of each image.
-        steps: u64 = 20, Ours, QUANTIZE, in Between(1.0, 1000.0);
+        steps: u64 = 20, Ours, QUANTIZE, in Between(1.0, 1000.0), when CALIBRATED;
         /// Empty: the recipe's.
-        guidance_scale: Option<f64> = None, Ours, QUANTIZE, in AtLeast(0.0);
+        guidance_scale: Option<f64> = None, Ours, QUANTIZE, in AtLeast(0.0), when CALIBRATED;
         /// In pixels. 0: the recipe's resolution.
-        height: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0);
+        height: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0), when CALIBRATED;
         /// In pixels. 0: the recipe's resolution.
-        width: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0);
+        width: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0), when CALIBRATED;
         /// Of every image: each prompt starts from the same noise, as AMD Quark's do.
-        seed: u64 = 42, Ours, QUANTIZE;
+        seed: u64 = 42, Ours, QUANTIZE, when CALIBRATED;
         /// What decides the range of an activation's scale.
-        observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE;
+        observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE, when CALIBRATED;
         /// Percent of an activation's values that its scale covers.
         percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0),
             when Is("calibration.observer", &["percentile"]);
         /// A range for each part of an activation that joins two, as those behind skip connections do (Q-Diffusion). Of
         /// static modes.
-        split_skips: bool = false, Ours, QUANTIZE;
+        split_skips: bool = false, Ours, QUANTIZE, when CALIBRATED;
         /// Leave activations in float where a layer reads text alone, whose first token would take the range of all (MixDQ). Such
         /// layers run once a request. Of static modes.
-        text_in_float: bool = false, Ours, QUANTIZE;
+        text_in_float: bool = false, Ours, QUANTIZE, when CALIBRATED;
     }
 }
 
