@@ -1,11 +1,13 @@
-"""MaxDiffusion's SDXL UNet and this program's for a TPU, compiled by the same libtpu: predicted milliseconds a step.
+"""MaxDiffusion's SDXL and this program's for a TPU, compiled by the same libtpu: predicted milliseconds of a program.
 
-Usage: python predicted.py FOLDER [--step denoise|train] [--chip v5e|v5p|v6e] [--program target/release/maxdiff-rs]
+Usage: python predicted.py FOLDER [--step denoise|train|decode] [--chip v5e|v5p|v6e] [--program target/release/maxdiff-rs]
                            [--only maxdiffusion|bf16|int8] [KEY=VALUE ...]
 
 FOLDER is a checkout of MaxDiffusion (AI-Hypercomputer/maxdiffusion), whose `src` is imported. Needs jax, flax and libtpu
 of requirements-predicted.txt; no TPU. 1024x1024, `attention=dot_product`, MaxDiffusion's default split of heads.
-A denoising step is for one chip: batch 2 (guidance), weights and activations in bfloat16. A training step is for a few
+A denoising step of the UNet is for one chip: batch 2 (guidance), weights and activations in bfloat16. So is the VAE's
+decoder, for one image (`examples/compile_decoder.rs` is built for it; not on a v5p, whose smallest topology has four chips).
+A training step of the UNet is for a few
 chips (`TRAINING`) with weights and AdamW's state split over all of them: one image a chip, weights in float32, activations
 in bfloat16, latents and text already encoded, no rematerialization on either side unless a KEY=VALUE for this program says
 so. Each compiles in a process of its own, one after the other. Milliseconds are the sum of the `estimated_cycles` of the
@@ -54,10 +56,9 @@ def unet(**fields):
     return FlaxUNet2DConditionModel(sample_size=SIDE, dtype=jnp.bfloat16, split_head_dim=True, **fields)
 
 
-def denoising(chip):
-    """The lowered step of MaxDiffusion, and its number of parameters."""
+def on_one(chip):
+    """What describes an array on one chip."""
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
@@ -65,12 +66,39 @@ def denoising(chip):
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=name, chip_config_name=config, chips_per_host_bounds=[1, 1, 1],
         num_slices=1, wrap=(False, False, False))
-    model = unet(weights_dtype=jnp.bfloat16)
     device = SingleDeviceSharding(topology.devices[0])
+    return lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=device)
 
-    def on_device(dims, dtype):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=device)
 
+def decoding(chip):
+    """MaxDiffusion's decoder, lowered, and its number of parameters with the encoder's."""
+    import jax
+    import jax.numpy as jnp
+    from maxdiffusion.models.vae_flax import FlaxAutoencoderKL
+
+    on_device = on_one(chip)
+    config = json.loads((ROOT / "src/models/sdxl/vae.json").read_text())
+    named = ("block_out_channels", "down_block_types", "up_block_types", "latent_channels", "layers_per_block", "scaling_factor")
+    fields = {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
+    model = FlaxAutoencoderKL(sample_size=8 * SIDE, dtype=jnp.bfloat16, weights_dtype=jnp.bfloat16, **fields)
+    parameters = jax.eval_shape(lambda: model.init(jax.random.PRNGKey(0), jnp.zeros((1, 3, 64, 64), jnp.bfloat16))["params"])
+    parameters = jax.tree.map(lambda leaf: on_device(leaf.shape, jnp.bfloat16), parameters)
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+
+    def decode(parameters, latents):
+        return model.apply({"params": parameters}, latents / config["scaling_factor"], method=model.decode).sample
+
+    latents = on_device((1, 4, SIDE, SIDE), jnp.bfloat16)
+    return jax.jit(decode).trace(parameters, latents).lower(lowering_platforms=("tpu",)), count
+
+
+def denoising(chip):
+    """The lowered step of MaxDiffusion, and its number of parameters."""
+    import jax
+    import jax.numpy as jnp
+
+    on_device = on_one(chip)
+    model = unet(weights_dtype=jnp.bfloat16)
     sample = on_device((BATCH, 4, SIDE, SIDE), jnp.bfloat16)
     timesteps = on_device((BATCH,), jnp.int32)
     states = on_device((BATCH, TOKENS, 2048), jnp.bfloat16)
@@ -155,7 +183,7 @@ def training(chip):
 
 
 def maxdiffusion(chip, step):
-    lowered, count = {"denoise": denoising, "train": training}[step](chip)
+    lowered, count = {"denoise": denoising, "train": training, "decode": decoding}[step](chip)
     start = time.monotonic()
     compiled = lowered.compile()
     seconds = time.monotonic() - start
@@ -167,6 +195,22 @@ def maxdiffusion(chip, step):
     memory = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {"parameters": count, "ms": cycles / CHIPS[chip][2] * 1e3, "seconds": seconds, "peak": peak}
+
+
+def ours_decoding(program, chip, overrides):
+    example = pathlib.Path(program).parent / "examples/compile_decoder"
+    found = subprocess.run(
+        [example, ROOT / "configs/base_xl.yml", f"compile_topology={TOPOLOGIES[chip]}", "weights_dtype=bfloat16", *overrides],
+        stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    def told(line, unit):
+        return float(re.search(rf"^ *{line} +([\d.]+) {unit}", found, re.MULTILINE)[1])
+
+    unpredicted = re.search(r"not predicted: (\d+)", found)
+
+    return {"parameters": int(re.search(r"parameters +([\d,]+)", found)[1].replace(",", "")), "ms": told("total", "ms"),
+            "seconds": told("compile time", "s"), "unpredicted": int(unpredicted[1]) if unpredicted else 0,
+            "peak": told("peak", "GiB") * 2**30}
 
 
 def ours(program, chip, step, quantization, overrides):
@@ -192,7 +236,7 @@ def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("folder", type=pathlib.Path)
     arguments.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    arguments.add_argument("--step", choices=("denoise", "train"), default="denoise")
+    arguments.add_argument("--step", choices=("denoise", "train", "decode"), default="denoise")
     arguments.add_argument("--chip", choices=CHIPS, default="v5e")
     arguments.add_argument("--program", default=ROOT / "target/release/maxdiff-rs")
     arguments.add_argument("--only", action="append", choices=CASES)
@@ -204,7 +248,9 @@ def main():
         return
     if arguments.alone:
         quantization = {"bf16": "", "int8": "int8"}[arguments.alone]
-        print(json.dumps(ours(arguments.program, arguments.chip, arguments.step, quantization, arguments.overrides)))
+        found = (ours_decoding(arguments.program, arguments.chip, arguments.overrides) if arguments.step == "decode"
+                 else ours(arguments.program, arguments.chip, arguments.step, quantization, arguments.overrides))
+        print(json.dumps(found))
         return
     print("| | ms a step | over MaxDiffusion's | seconds to compile the step | processor seconds in all | no estimate "
           "| peak, GB |")
@@ -212,7 +258,9 @@ def main():
     environment = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_LOG_DIR="disabled",
                        TPU_MIN_LOG_LEVEL="3")
     peer = None
-    for name in arguments.only or CASES:
+    # The decoder runs in bfloat16 whatever the denoiser is quantized to.
+    cases = [name for name in arguments.only or CASES if (arguments.step, name) != ("decode", "int8")]
+    for name in cases:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = subprocess.run(
             [sys.executable, __file__, arguments.folder, *arguments.overrides, "--program", arguments.program,
