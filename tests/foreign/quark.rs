@@ -226,7 +226,7 @@ fn low_rank_products_that_do_not_fit_are_refused() {
 fn descriptions_that_disagree_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     type Change = fn(&mut Value);
-    let cases: [(&str, Change, &str); 6] = [
+    let cases: [(&str, Change, &str); 7] = [
         (
             "int8_tensor",
             |c| c["global_quant_config"]["weight"]["dtype"] = json!("int4"),
@@ -256,6 +256,11 @@ fn descriptions_that_disagree_are_refused() {
             "int8_tensor",
             |c| c["quant_method"] = json!("bitsandbytes"),
             "no tensor is quantized by bitsandbytes",
+        ),
+        (
+            "svdquant",
+            |c| c["export"]["weight_format"] = json!("fake_quantized"),
+            "linear is stored in floats with a low-rank product beside them, which is not read here",
         ),
     ];
     for (case, change, expected) in cases {
