@@ -7,10 +7,9 @@ FOLDER is a checkout of MaxDiffusion (AI-Hypercomputer/maxdiffusion), whose `src
 of requirements-predicted.txt; no TPU. 1024x1024, `attention=dot_product`, MaxDiffusion's default split of heads.
 A denoising step of the UNet is for one chip: batch 2 (guidance), weights and activations in bfloat16. So is the VAE's
 decoder, for one image (`examples/compile_decoder.rs` is built for it; not on a v5p, whose smallest topology has four chips).
-A training step of the UNet is for a few
-chips (`TRAINING`) with weights and AdamW's state split over all of them: one image a chip, weights in float32, activations
-in bfloat16, latents and text already encoded, no rematerialization on either side unless a KEY=VALUE for this program says
-so. Each compiles in a process of its own, one after the other. Milliseconds are the sum of the `estimated_cycles` of the
+A training step of the UNet is for a few chips (`TRAINING`) with weights and AdamW's state split over all of them: one image a
+chip, weights in float32, activations in bfloat16, latents and text already encoded, no rematerialization on either side
+unless a KEY=VALUE for this program says so. Each compiles in a process of its own, one after the other. Milliseconds are the sum of the `estimated_cycles` of the
 optimized program over the chip's clock, without waiting for collectives; this program adds the simulation of its kernels.
 Prints a line of Markdown table for each.
 """
@@ -43,16 +42,21 @@ RULES = (("batch", "data"), ("activation_batch", ("data", "fsdp")), ("activation
 CASES = ("maxdiffusion", "bf16", "int8")
 
 
+def described(part, named):
+    """These fields of this repository's configuration of a part of SDXL, as Flax takes them."""
+    config = json.loads((ROOT / f"src/models/sdxl/{part}.json").read_text())
+    return {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
+
+
 def unet(**fields):
     """MaxDiffusion's UNet with the configuration of this repository's SDXL."""
     import jax.numpy as jnp
     from maxdiffusion.models.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
-    config = json.loads((ROOT / "src/models/sdxl/unet.json").read_text())
     named = ("attention_head_dim", "block_out_channels", "cross_attention_dim", "down_block_types", "up_block_types",
              "layers_per_block", "transformer_layers_per_block", "use_linear_projection", "addition_embed_type",
              "addition_time_embed_dim", "projection_class_embeddings_input_dim")
-    fields |= {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
+    fields |= described("unet", named)
     return FlaxUNet2DConditionModel(sample_size=SIDE, dtype=jnp.bfloat16, split_head_dim=True, **fields)
 
 
@@ -77,16 +81,15 @@ def decoding(chip):
     from maxdiffusion.models.vae_flax import FlaxAutoencoderKL
 
     on_device = on_one(chip)
-    config = json.loads((ROOT / "src/models/sdxl/vae.json").read_text())
     named = ("block_out_channels", "down_block_types", "up_block_types", "latent_channels", "layers_per_block", "scaling_factor")
-    fields = {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
+    fields = described("vae", named)
     model = FlaxAutoencoderKL(sample_size=8 * SIDE, dtype=jnp.bfloat16, weights_dtype=jnp.bfloat16, **fields)
     parameters = jax.eval_shape(lambda: model.init(jax.random.PRNGKey(0), jnp.zeros((1, 3, 64, 64), jnp.bfloat16))["params"])
     parameters = jax.tree.map(lambda leaf: on_device(leaf.shape, jnp.bfloat16), parameters)
     count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
     def decode(parameters, latents):
-        return model.apply({"params": parameters}, latents / config["scaling_factor"], method=model.decode).sample
+        return model.apply({"params": parameters}, latents / fields["scaling_factor"], method=model.decode).sample
 
     latents = on_device((1, 4, SIDE, SIDE), jnp.bfloat16)
     return jax.jit(decode).trace(parameters, latents).lower(lowering_platforms=("tpu",)), count
@@ -207,7 +210,6 @@ def ours_decoding(program, chip, overrides):
         return float(re.search(rf"^ *{line} +([\d.]+) {unit}", found, re.MULTILINE)[1])
 
     unpredicted = re.search(r"not predicted: (\d+)", found)
-
     return {"parameters": int(re.search(r"parameters +([\d,]+)", found)[1].replace(",", "")), "ms": told("total", "ms"),
             "seconds": told("compile time", "s"), "unpredicted": int(unpredicted[1]) if unpredicted else 0,
             "peak": told("peak", "GiB") * 2**30}

@@ -270,6 +270,18 @@ fn descriptions_that_disagree_are_refused() {
     }
 }
 
+/// Checks that the UNets of two models have the same tensors.
+fn check_same_floats(models: &[ModelSource; 2]) {
+    let [one, other] = models
+        .each_ref()
+        .map(|model| &model.component(Part::Unet).unwrap().checkpoint);
+    let names: Vec<&str> = one.names().collect();
+    assert_eq!(names, other.names().collect::<Vec<_>>());
+    for name in names {
+        assert_eq!(one.read(name).unwrap(), other.read(name).unwrap(), "{name}");
+    }
+}
+
 /// `quantized_layout=quark` of a model whose convolutions stay in float: what is read back stands for the same floats as this
 /// program's own layout, with another format for some layers.
 #[test]
@@ -302,18 +314,7 @@ fn a_model_is_written_in_quarks_layout_and_read_back() {
             .iter_mut()
             .all(|model| model.widen_denoiser() == layers)
     );
-    let [own, quarks] = written
-        .each_ref()
-        .map(|model| &model.component(Part::Unet).unwrap().checkpoint);
-    let names: Vec<&str> = own.names().collect();
-    assert_eq!(names, quarks.names().collect::<Vec<_>>());
-    for name in names {
-        assert_eq!(
-            own.read(name).unwrap(),
-            quarks.read(name).unwrap(),
-            "{name}"
-        );
-    }
+    check_same_floats(&written);
     let output = dir.path().join("out");
     let with_convolutions = [
         "quantization=int8_w8a16",
@@ -375,18 +376,7 @@ fn low_rank_products_are_written_in_quarks_layout_and_read_back() {
         assert!(model.widen_denoiser() > 0);
         model
     });
-    let [own, quarks] = written
-        .each_ref()
-        .map(|model| &model.component(Part::Unet).unwrap().checkpoint);
-    let names: Vec<&str> = own.names().collect();
-    assert_eq!(names, quarks.names().collect::<Vec<_>>());
-    for name in names {
-        assert_eq!(
-            own.read(name).unwrap(),
-            quarks.read(name).unwrap(),
-            "{name}"
-        );
-    }
+    check_same_floats(&written);
     let output = dir.path().join("out");
     let twice = [&common[..], &["quantized_layout=quark", "svd_iterations=2"]].concat();
     let found = crate::quantize::quantize(&source, &output, &twice);

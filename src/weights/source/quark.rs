@@ -94,15 +94,17 @@ pub(super) struct Decomposition {
     pub alphas: Vec<f64>,
 }
 
+/// Whether a low-rank product stands beside the weight of a layer.
+fn has_product(stored: &Quantization, layer: &str) -> bool {
+    let stored = stored.layers.get(layer);
+    stored.is_some_and(|stored| stored.low_rank.is_some())
+}
+
 /// The path under which a tensor that is not a quantized weight stands: a bias moves with the weight that a low-rank product is
 /// beside.
 pub(super) fn path_of<'a>(name: &'a str, stored: &Quantization) -> Cow<'a, str> {
     let layer = name.strip_suffix(".bias");
-    let has_product = |layer: &&str| {
-        let stored = stored.layers.get(*layer);
-        stored.is_some_and(|stored| stored.low_rank.is_some())
-    };
-    match layer.filter(has_product) {
+    match layer.filter(|layer| has_product(stored, layer)) {
         Some(layer) => Cow::Owned(format!("{layer}{REMAINDER}.bias")),
         None => Cow::Borrowed(name),
     }
@@ -305,12 +307,9 @@ fn svdquant(
     layers: &[(&str, &Shape)],
     decomposition: &Decomposition,
 ) -> Value {
-    let has_product = |layer: &str| {
-        let stored = stored.layers.get(layer);
-        stored.is_some_and(|stored| stored.low_rank.is_some())
-    };
-    let (decomposed, others): (Vec<_>, Vec<_>) =
-        layers.iter().partition(|(layer, _)| has_product(layer));
+    let (decomposed, others): (Vec<_>, Vec<_>) = layers
+        .iter()
+        .partition(|(layer, _)| has_product(stored, layer));
     let sides = decomposed.iter().flat_map(|(_, shape)| &shape.dims);
     let others: Vec<&str> = others.into_iter().map(|(layer, _)| layer).collect();
     let (alpha, is_searched) = match decomposition.alphas[..] {
