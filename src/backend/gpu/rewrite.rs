@@ -1,6 +1,6 @@
 //! The forms that XLA's GPU backend runs fastest.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::backend::follow::{self, Followed};
 use crate::dtype::DType;
@@ -12,11 +12,12 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///
 /// Contractions of bf16 whose sums are rounded to bf16, after a bias if there is one, give bf16 themselves, and the bias is added
 /// in bf16. The libraries sum in `f32` all the same. A convolution that gives `f32` would be one of `f32` operands, at half the rate
-/// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round.
+/// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round. For that reason convolutions
+/// also give bf16 where their sums are scaled before they are rounded, as with weights of one scale a channel.
 ///
 /// Convolutions of 8 bits multiply the same numbers in bf16, which holds them, and give their sums in bf16. cuDNN has no
 /// convolution of integers that gives `s32`, so XLA would widen both operands to `f32`; with those of fp8, programs were not compiled
-/// after minutes.
+/// after minutes. XLA would join the conversions from fp8 with the convolution into one of fp8 again, but for a barrier between them.
 ///
 /// The kernels of convolutions get their input channels last, as the libraries read them. Of weights that is done where they are
 /// loaded.
@@ -34,8 +35,12 @@ pub fn rewrite(graph: &Graph) -> Result<Graph> {
             .all(|operand| is_exact_in_bf16(b.dtype(*operand))) =>
         {
             let [lhs, rhs] = [0, 1].map(|i| b.convert(operands[i], DType::BF16));
-            let (rhs, dims) = channels_last_kernel(b, rhs?, dims)?;
-            let sums = b.convolution(lhs?, rhs, dims, DType::BF16)?;
+            let (mut lhs, (mut rhs, dims)) = (lhs?, channels_last_kernel(b, rhs?, dims)?);
+            if operands.iter().all(|operand| b.dtype(*operand).is_float()) {
+                let barred = b.optimization_barrier(&[lhs, rhs])?;
+                (lhs, rhs) = (barred[0], barred[1]);
+            }
+            let sums = b.convolution(lhs, rhs, dims, DType::BF16)?;
             b.convert(sums, *result).map(Some)
         }
         _ => Ok(None),
@@ -59,26 +64,30 @@ pub fn rewrite_training(graph: &Graph) -> Result<Graph> {
 
 fn with_rounded_sums(graph: &Graph, takes: fn(&Followed) -> bool) -> Result<Graph> {
     let users = follow::users(graph);
-    let rounded: HashMap<usize, (usize, Followed)> = (0..graph.nodes.len())
-        .filter(|i| sums_bf16(graph, &graph.nodes[*i]))
+    let sums = || (0..graph.nodes.len()).filter(|i| sums_bf16(graph, &graph.nodes[*i]));
+    let scaled: HashSet<usize> = sums()
+        .filter(|i| matches!(graph.nodes[*i].op, Op::Convolution { .. }))
+        .filter(|i| {
+            follow::scale(graph, &users, *i).is_some_and(|(scaled, _)| {
+                let followed = follow::bias_and_rounding(graph, &users, scaled);
+                followed.result == DType::BF16 && takes(&followed)
+            })
+        })
+        .collect();
+    let rounded: HashMap<usize, (usize, Followed)> = sums()
         .map(|i| (i, follow::bias_and_rounding(graph, &users, i)))
         .filter(|(_, followed)| followed.result == DType::BF16 && takes(followed))
         .map(|(i, followed)| (followed.root, (i, followed)))
         .collect();
     graph.substitute(&mut |b, i, copies| {
+        if scaled.contains(&i) {
+            let sums = bf16_sums(b, &graph.nodes[i], copies)?;
+            return b.convert(sums, DType::F32).map(Some);
+        }
         let Some((contraction, followed)) = rounded.get(&i) else {
             return Ok(None);
         };
-        let node = &graph.nodes[*contraction];
-        let [lhs, rhs] = [0, 1].map(|operand| copies[node.operands[operand] as usize]);
-        let sums = match &node.op {
-            Op::Convolution { dims, .. } => {
-                let (rhs, dims) = channels_last_kernel(b, rhs, dims)?;
-                b.convolution(lhs, rhs, dims, DType::BF16)?
-            }
-            Op::DotGeneral { dims, .. } => b.dot_general(lhs, rhs, dims.clone(), DType::BF16)?,
-            _ => return Ok(None),
-        };
+        let sums = bf16_sums(b, &graph.nodes[*contraction], copies)?;
         let Some(bias) = followed.bias else {
             return Ok(Some(sums));
         };
@@ -87,6 +96,19 @@ fn with_rounded_sums(graph: &Graph, takes: fn(&Followed) -> bool) -> Result<Grap
         let bias = b.broadcast_in_dim(bias, &[shape.len() - 1], &shape)?;
         b.add(sums, bias).map(Some)
     })
+}
+
+/// A contraction, for which [`sums_bf16`] holds, that gives bf16.
+fn bf16_sums(b: &Builder, node: &Node, copies: &[Tensor]) -> Result<Tensor> {
+    let [lhs, rhs] = [0, 1].map(|operand| copies[node.operands[operand] as usize]);
+    match &node.op {
+        Op::Convolution { dims, .. } => {
+            let (rhs, dims) = channels_last_kernel(b, rhs, dims)?;
+            b.convolution(lhs, rhs, dims, DType::BF16)
+        }
+        Op::DotGeneral { dims, .. } => b.dot_general(lhs, rhs, dims.clone(), DType::BF16),
+        _ => unreachable!("{} is not a contraction", node.op.name()),
+    }
 }
 
 /// Whether a node is a contraction of bf16 operands that gives `f32`.
@@ -161,6 +183,27 @@ mod tests {
         b.finish()
     }
 
+    /// A convolution of images whose sums have one scale a channel, before they are rounded where `rounds` says so.
+    fn scaled_convolution(rounds: bool) -> Graph {
+        let b = Builder::new();
+        let input = |name: &str, dtype, dims: &[usize]| {
+            b.input(name, Shape::new(dtype, dims), &[]).unwrap()
+        };
+        let x = input("x", DType::BF16, &[1, 4, 4, 3]);
+        let w = input("w", DType::S8, &[5, 3, 3, 3]);
+        let w = b.convert(w, DType::BF16).unwrap();
+        let dims = ConvDims::of_image(1, (1, 1));
+        let sums = b.convolution(x, w, dims, DType::F32).unwrap();
+        let scale = input("scale", DType::F32, &[5]);
+        let scale = b.broadcast_in_dim(scale, &[3], &b.dims(sums)).unwrap();
+        let mut y = b.mul(sums, scale).unwrap();
+        if rounds {
+            y = b.convert(y, DType::BF16).unwrap();
+        }
+        b.output("y", y, None).unwrap();
+        b.finish()
+    }
+
     fn values(shape: &Shape) -> HostTensor {
         let values = (0..shape.count()).map(|i| ((i * 37 % 64) as f64 - 32.0) / 16.0);
         HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()
@@ -187,6 +230,28 @@ mod tests {
                     (a - b).abs() <= 2.0_f32.powi(-7) * a.abs().max(1.0),
                     "{a} and {b}"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn convolutions_whose_scaled_sums_are_rounded_give_bf16() {
+        for rounds in [true, false] {
+            let graph = scaled_convolution(rounds);
+            let rewritten = rewrite(&graph).unwrap();
+            let nodes = rewritten.nodes.iter().zip(rewritten.live_nodes());
+            let wide = nodes.filter(|(node, live)| *live && sums_bf16(&rewritten, node));
+            assert_eq!(wide.count(), usize::from(!rounds));
+            let inputs: Vec<HostTensor> = (graph.inputs.iter())
+                .map(|i| match i.shape.dtype {
+                    DType::S8 => integers(&i.shape),
+                    _ => values(&i.shape),
+                })
+                .collect();
+            let [before, after] = [&graph, &rewritten]
+                .map(|graph| evaluate(graph, &inputs).unwrap()[0].to_f32_vec().unwrap());
+            for (a, b) in before.iter().zip(&after) {
+                assert!((a - b).abs() <= 2.0_f32.powi(-7) * a.abs(), "{a} and {b}");
             }
         }
     }
