@@ -5,8 +5,8 @@
 
 use maxdiff::dtype::DType;
 use maxdiff::graph::{
-    Binary, Builder, Comparison, ConvDims, ConvLayout, DotDims, GatherDims, GraphError, Op, PadDim,
-    Reduction, ScatterDims, ScatterKind, Tensor, Unary, evaluate, grad,
+    Binary, Builder, Comparison, ConvDims, ConvLayout, DotDims, GatherDims, GraphError, Keeps, Op,
+    PadDim, Reduction, ScatterDims, ScatterKind, Tensor, Unary, evaluate, grad,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::shape::Shape;
@@ -467,7 +467,11 @@ fn mlp(b: &Builder, x: Tensor, w: &[Tensor], recompute: bool) -> Traced {
     let mut h = x;
     for (i, w) in w.iter().enumerate() {
         let outer = b.scope(i);
-        let inner = if recompute { outer.checkpoint() } else { outer };
+        let inner = if recompute {
+            outer.checkpoint(Keeps::Nothing)
+        } else {
+            outer
+        };
         let dims = DotDims {
             lhs_contract: vec![1],
             rhs_contract: vec![1],

@@ -178,8 +178,11 @@ fn remat_marks_each_resnet_and_transformer_layer() {
     let inputs = declare_inputs(&b, &config, [1, 64, 64, 77], DType::F32).unwrap();
     unet(&b, &config, inputs, Precision::F32, Remat::Full).unwrap();
     let graph = b.finish();
-    let regions: std::collections::BTreeSet<u32> =
-        graph.nodes.iter().filter_map(|n| n.remat).collect();
+    let regions: std::collections::BTreeSet<u32> = graph
+        .nodes
+        .iter()
+        .filter_map(|n| n.remat.map(|remat| remat.region))
+        .collect();
     // 22 resnets (8 down, 2 in the middle, 12 up) and 16 transformers of one layer.
     assert_eq!(regions.len(), 38);
 }
@@ -276,7 +279,7 @@ fn sd21_matches_diffusers() {
 
 #[test]
 fn sdxl_matches_diffusers() {
-    unet_matches_diffusers("unet_sdxl", Remat::None);
+    unet_matches_diffusers("unet_sdxl", Remat::MatmulWithoutBatch);
 }
 
 #[test]

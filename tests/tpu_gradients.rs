@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
-use maxdiff::graph::{Builder, ConvDims, Graph, Tensor, evaluate, vjp};
+use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{Attention, Linear, Precision, attention, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
@@ -84,7 +84,11 @@ fn block(recomputed: bool) -> Graph {
     let x = b.input("x", shape.clone(), &[]).unwrap();
     let gradient = b.input("gradient", shape, &[]).unwrap();
     let m = b.root("m");
-    let m = if recomputed { m.checkpoint() } else { m };
+    let m = if recomputed {
+        m.checkpoint(Keeps::Nothing)
+    } else {
+        m
+    };
     let project = |name: &str, x: Tensor| {
         let layer = Linear::new(64, "embed", "mlp");
         linear(&m.scope(name), x, layer, BF16).unwrap()

@@ -162,6 +162,14 @@ impl Backend {
         }
     }
 
+    /// Whether the compiler has memory without contents ([`crate::graph::Op::Uninitialized`]).
+    pub fn allocates(&self) -> bool {
+        match self {
+            Backend::Tpu { .. } => true,
+            Backend::Cpu { .. } | Backend::Gpu { .. } => false,
+        }
+    }
+
     /// Switches of this backend's compiler that its programs are compiled with, in place of the compiler's own choice.
     pub fn compiler_switches(&self) -> &'static [(&'static str, &'static str)] {
         match self {

@@ -288,7 +288,8 @@ schema! {
         /// Compile equal blocks of the denoiser as one loop: a smaller program, sooner compiled. Empty: on TPUs and GPUs, the blocks
         /// of transformers and those of training steps.
         scan_layers: Option<bool> = None, Used, ANY_PROGRAM;
-        /// Activations that the backward pass recomputes: FULL recomputes each block.
+        /// Activations that the backward pass recomputes: FULL recomputes each block, MATMUL_WITHOUT_BATCH what lies between the results
+        /// of its linear layers and convolutions.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
         /// Values that `remat_policy=CUSTOM` keeps.
         names_which_can_be_saved: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;

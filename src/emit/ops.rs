@@ -145,6 +145,10 @@ impl Emitter<'_> {
             }
             Op::Constant(value) => format!("stablehlo.constant dense<{}> : {result}", dense(value)),
             Op::Iota(dim) => format!("stablehlo.iota dim = {dim} : {result}"),
+            // libtpu's name for it.
+            Op::Uninitialized => {
+                format!("stablehlo.custom_call @AllocateBuffer() : () -> {result}")
+            }
             Op::Unary(Unary::Erf) => format!("chlo.erf {} : {result} -> {result}", operand(0)),
             Op::Unary(Unary::IsFinite) => {
                 format!("stablehlo.is_finite {} : {signature}", operand(0))

@@ -103,6 +103,8 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         Op::Parameter(_)
         | Op::Constant(_)
         | Op::Iota(_)
+        // The loop that writes it is what takes the memory.
+        | Op::Uninitialized
         | Op::Reshape(_)
         | Op::BroadcastInDim { .. }
         | Op::GetTupleElement(_)

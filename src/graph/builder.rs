@@ -15,7 +15,8 @@ use crate::shape::Shape;
 
 use super::infer::infer;
 use super::{
-    Composite, CustomCall, Graph, GraphError, Init, Input, InputKind, Node, Op, Output, Tensor,
+    Composite, CustomCall, Graph, GraphError, Init, Input, InputKind, Keeps, Node, Op, Output,
+    Recomputed, Tensor,
 };
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -39,7 +40,7 @@ struct Inner {
 pub struct Builder {
     inner: Rc<Inner>,
     scope: u32,
-    remat: Option<u32>,
+    remat: Option<Recomputed>,
 }
 
 impl Default for Builder {
@@ -134,23 +135,23 @@ impl Builder {
     }
 
     /// A builder whose operations the derivative recomputes instead of keeping their values
-    /// (gradient checkpointing). Each call opens a region of its own.
-    pub fn checkpoint(&self) -> Builder {
+    /// (gradient checkpointing), but for those that `keeps` says. Each call opens a region of its own.
+    pub fn checkpoint(&self, keeps: Keeps) -> Builder {
         let region = self.inner.remat_count.get();
         self.inner.remat_count.set(region + 1);
         Builder {
-            remat: Some(region),
+            remat: Some(Recomputed { region, keeps }),
             ..self.clone()
         }
     }
 
     /// This builder in a recomputation region of another graph that is copied.
-    pub(crate) fn in_region(&self, region: Option<u32>) -> Builder {
+    pub(crate) fn in_region(&self, remat: Option<Recomputed>) -> Builder {
         let known = self.inner.remat_count.get();
-        let next = region.map_or(0, |region| region + 1);
+        let next = remat.map_or(0, |remat| remat.region + 1);
         self.inner.remat_count.set(known.max(next));
         Builder {
-            remat: region,
+            remat,
             ..self.clone()
         }
     }
@@ -431,6 +432,11 @@ impl Builder {
         Ok(self.add_node(Op::Iota(dim), &[], shape))
     }
 
+    /// Memory for a tensor of `shape`. Its elements are undefined until they are written.
+    pub fn uninitialized(&self, shape: Shape) -> Tensor {
+        self.add_node(Op::Uninitialized, &[], shape)
+    }
+
     // Control and hints
 
     /// Repeats `body` on the carry while `cond` holds. Regions see only the carry; its shapes never change.
@@ -565,8 +571,9 @@ impl Builder {
         *b.inner.input_ids.borrow_mut() = inputs.collect();
         let scopes = graph.scopes.iter().cloned().zip(0..);
         *b.inner.scope_ids.borrow_mut() = scopes.collect();
-        let regions = graph.nodes.iter().filter_map(|n| n.remat).max();
-        b.inner.remat_count.set(regions.map_or(0, |last| last + 1));
+        let regions = graph.nodes.iter().filter_map(|n| n.remat);
+        let next = regions.map(|remat| remat.region + 1).max();
+        b.inner.remat_count.set(next.unwrap_or(0));
         *b.inner.graph.borrow_mut() = graph;
         b
     }

@@ -72,7 +72,22 @@ pub struct Node {
     /// Index into [`Graph::scopes`].
     pub scope: u32,
     /// The recomputation region this node belongs to, if any (see [`Builder::checkpoint`]).
-    pub remat: Option<u32>,
+    pub remat: Option<Recomputed>,
+}
+
+/// A region of operations that the derivative computes again ([`Builder::checkpoint`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recomputed {
+    pub region: u32,
+    pub keeps: Keeps,
+}
+
+/// The values of a recomputation region, besides those it takes from outside, that are kept for the derivative.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keeps {
+    Nothing,
+    /// Results of products and convolutions without batch dimensions; those of linear layers, but not of attention.
+    Products,
 }
 
 /// The kind of a graph input.

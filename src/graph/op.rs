@@ -18,6 +18,8 @@ pub enum Op {
     Constant(HostTensor),
     /// Counts along dimension `0`'s index.
     Iota(usize),
+    /// Memory whose elements are undefined until they are written.
+    Uninitialized,
     Unary(Unary),
     Binary(Binary),
     Compare(Comparison),
@@ -97,6 +99,7 @@ impl Op {
             Op::Parameter(_) => "parameter",
             Op::Constant(_) => "constant",
             Op::Iota(_) => "iota",
+            Op::Uninitialized => "uninitialized",
             Op::Unary(op) => op.name(),
             Op::Binary(op) => op.name(),
             Op::Compare(_) => "compare",

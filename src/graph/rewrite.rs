@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::{Builder, Composite, Graph, GraphError, InputKind, Node, Op, Output, Tensor};
+use super::{
+    Builder, Composite, Graph, GraphError, InputKind, Node, Op, Output, Recomputed, Tensor,
+};
 use crate::dtype::DType;
 
 /// The function that [`Graph::rewrite`] calls for each node: a builder at its scope, the node and its operands in the
@@ -195,7 +197,7 @@ impl Graph {
         graph: &Graph,
         mut scopes: Vec<Option<u32>>,
         arguments: Option<&[u32]>,
-        remat: Option<u32>,
+        remat: Option<Recomputed>,
         chosen: &dyn Fn(&Composite, &Graph) -> bool,
     ) -> Vec<u32> {
         let live = graph.live_nodes();

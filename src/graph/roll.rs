@@ -445,7 +445,7 @@ impl Run<'_> {
             if how == Given::All {
                 shape.dims.insert(0, self.count());
             }
-            carry.push(b.full(&shape, 0.0)?);
+            carry.push(b.uninitialized(shape));
         }
         let holds = |r: &Builder, carry: &[Tensor]| {
             let end = r.scalar(DType::S32, self.count() as f64)?;
@@ -577,7 +577,7 @@ fn start(b: &Builder, number: Tensor, rank: usize) -> Result<Vec<Tensor>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::graph::{DotDims, Init, InputKind, evaluate, grad, stage};
+    use crate::graph::{DotDims, Init, InputKind, Keeps, evaluate, grad, stage};
     use crate::host_tensor::HostTensor;
     use crate::shape::Shape;
 
@@ -596,7 +596,7 @@ mod tests {
         let mut weights = Vec::new();
         let mut x = model.scope("before").tanh(x).unwrap();
         for k in 0..BLOCKS {
-            let at = model.scope("blocks").scope(k).checkpoint();
+            let at = model.scope("blocks").scope(k).checkpoint(Keeps::Nothing);
             let inner = at.scope("dot");
             let w = inner
                 .param(

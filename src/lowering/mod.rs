@@ -350,13 +350,24 @@ fn scanned(graph: Graph, traced: &Traced, backend: Backend) -> Result<Graph, Low
             .count()
     };
     let before = loops(&graph);
-    let rolled = roll(graph, stages, shortest)?;
+    let mut rolled = roll(graph, stages, shortest)?;
+    if !backend.allocates() {
+        rolled = zeroed(&rolled)?;
+    }
     if traced.scan_layers == Some(true) && loops(&rolled) == before {
         return Err(LowerError::NoEqualBlocks {
             program: format!("the {} program", traced.name),
         });
     }
     Ok(rolled)
+}
+
+/// The graph with zeros in place of memory without contents.
+fn zeroed(graph: &Graph) -> Result<Graph, GraphError> {
+    graph.rewrite(&mut |b, node, _| match node.op {
+        Op::Uninitialized => b.full(&node.shape, 0.0).map(Some),
+        _ => Ok(None),
+    })
 }
 
 fn inline(graph: &Graph) -> Graph {

@@ -29,7 +29,7 @@ pub use pool::{Pool, average_pool, max_pool};
 pub use rotary::RotaryTables;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{Builder, GraphError, Keeps, Tensor};
 use crate::util::named;
 
 pub(crate) type Result<T> = std::result::Result<T, GraphError>;
@@ -65,19 +65,22 @@ named! {
         None = "NONE" (default),
         /// The block's inputs; the rest is computed again.
         Full = "FULL",
+        /// The block's inputs, and the results of linear layers and convolutions; the rest is computed again.
+        MatmulWithoutBatch = "MATMUL_WITHOUT_BATCH",
     }
     not_yet [
-        "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH", "CUSTOM",
+        "OFFLOAD_MATMUL_WITHOUT_BATCH", "CUSTOM",
         "HIDDEN_STATE_WITH_OFFLOAD", "FLUX_OPTIMIZED",
     ]
 }
 
 impl Remat {
-    /// The builder a block is traced with: a new recomputation region under [`Remat::Full`].
+    /// The builder a block is traced with: a new recomputation region but under [`Remat::None`].
     pub(crate) fn block(self, b: &Builder) -> Builder {
         match self {
             Remat::None => b.clone(),
-            Remat::Full => b.checkpoint(),
+            Remat::Full => b.checkpoint(Keeps::Nothing),
+            Remat::MatmulWithoutBatch => b.checkpoint(Keeps::Products),
         }
     }
 }

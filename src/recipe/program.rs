@@ -178,7 +178,7 @@ pub fn compile_options(config: &Config, step: Step, traced: &Traced) -> aot::Opt
 /// What makes the program `step` smaller, for messages.
 pub fn memory_advice(config: &Config, step: Step) -> Vec<String> {
     let mut advice = Vec::new();
-    if step == Step::Train && config.remat_policy == Remat::None {
+    if step == Step::Train && config.remat_policy != Remat::Full {
         advice.push("recomputing activations with remat_policy=FULL".to_owned());
     }
     if config.weights_dtype.name() == "float32" {

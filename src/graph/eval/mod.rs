@@ -133,6 +133,7 @@ fn single(op: &Op, operands: &[&Value], shape: &Shape) -> Result<Value, EvalErro
         | Op::Stored => operands[0].clone(),
         Op::Constant(value) => Value::from_host(value)?,
         Op::Iota(dim) => iota(*dim, shape),
+        Op::Uninitialized => uninitialized(shape),
         Op::Unary(kind) => unary(*kind, operands[0], shape),
         Op::Binary(kind) => binary(*kind, operands[0], operands[1], shape),
         Op::Compare(kind) => compare(*kind, operands[0], operands[1], shape),
@@ -164,6 +165,15 @@ fn single(op: &Op, operands: &[&Value], shape: &Shape) -> Result<Value, EvalErro
         Op::DotGeneral { dims, .. } => dot_general(operands[0], operands[1], dims, shape),
         Op::Convolution { dims, .. } => convolution(operands[0], operands[1], dims, shape),
     })
+}
+
+/// Of floats no numbers, so that results show whether something reads them.
+fn uninitialized(shape: Shape) -> Value {
+    let data = match shape.dtype.is_float() {
+        true => Data::F(vec![f64::NAN; shape.count()]),
+        false => Data::I(vec![0; shape.count()]),
+    };
+    Value { shape, data }
 }
 
 fn iota(dim: usize, shape: Shape) -> Value {

@@ -23,6 +23,10 @@ type Result<T> = std::result::Result<T, InferError>;
 pub fn infer(op: &Op, operands: &[&Shape]) -> Result<Shape> {
     match op {
         Op::Parameter(_) => Err(constraint("parameter", "shapes are declared, not inferred")),
+        Op::Uninitialized => Err(constraint(
+            "uninitialized",
+            "shapes are declared, not inferred",
+        )),
         Op::Constant(value) => exactly(operands).map(|[]| value.shape.clone()),
         // An iota's shape is an attribute; the builder passes it as a pseudo operand.
         Op::Iota(dim) => iota(exactly(operands)?, *dim),

@@ -5,6 +5,7 @@ mod elementwise;
 mod fake_quantize;
 mod index;
 mod layout;
+mod remat;
 
 use std::collections::HashMap;
 
@@ -87,10 +88,20 @@ struct Pass<'a> {
     cotangents: HashMap<(u32, usize), Tensor>,
     /// Recomputed copies of nodes in recomputation regions.
     recomputed: HashMap<u32, Tensor>,
-    /// Barriers entered: for each region, what stands for the values it reads from outside.
-    regions: HashMap<u32, HashMap<u32, Tensor>>,
+    /// Of each node, whether its value is kept in spite of its region.
+    kept: Vec<bool>,
+    /// The regions entered, by their numbers.
+    regions: HashMap<u32, Region>,
     /// The region of the node whose rule is at work.
     region: Option<u32>,
+}
+
+/// A recomputation region, as the derivative sees it.
+struct Region {
+    /// The first cotangent that reached the region, behind the region's barrier.
+    entry: Tensor,
+    /// What stands for the values that are not computed again, behind a barrier.
+    values: HashMap<u32, Tensor>,
 }
 
 /// The inputs of a node's rule, copied out of the graph.
@@ -98,7 +109,7 @@ struct Site {
     op: Op,
     operands: Vec<u32>,
     shape: Shape,
-    remat: Option<u32>,
+    region: Option<u32>,
     path: String,
 }
 
@@ -142,6 +153,7 @@ impl<'a> Pass<'a> {
             weight_only,
             cotangents: HashMap::new(),
             recomputed: HashMap::new(),
+            kept: b.with_graph(remat::kept),
             regions: HashMap::new(),
             region: None,
         }
@@ -154,7 +166,7 @@ impl<'a> Pass<'a> {
                 op: node.op.clone(),
                 operands: node.operands.clone(),
                 shape: node.shape.clone(),
-                remat: node.remat,
+                region: node.remat.map(|remat| remat.region),
                 path: g.path(node).to_string(),
             }
         })
@@ -174,9 +186,12 @@ impl<'a> Pass<'a> {
     /// again for the next one's inputs, before its own barrier, and the compiler would keep all of it.
     fn value(&mut self, id: u32) -> Result<Tensor> {
         let site = self.site(id);
-        let Some(region) = site.remat.filter(|_| site.remat == self.region) else {
+        let Some(region) = site.region.filter(|_| site.region == self.region) else {
             return Ok(self.b.tensor(id));
         };
+        if self.kept[id as usize] {
+            return self.kept_value(region, id, &site.path);
+        }
         if let Some(copy) = self.recomputed.get(&id) {
             return Ok(*copy);
         }
@@ -185,7 +200,7 @@ impl<'a> Pass<'a> {
             let outside = self
                 .regions
                 .get(&region)
-                .and_then(|inputs| inputs.get(operand))
+                .and_then(|region| region.values.get(operand))
                 .copied();
             operands.push(match outside {
                 Some(t) => t,
@@ -193,13 +208,30 @@ impl<'a> Pass<'a> {
             });
         }
         let node = self.b.with_graph(|g| g.nodes[id as usize].clone());
-        let b = self
-            .b
-            .without_remat()
-            .at(format!("{BACKWARD}/{}", site.path));
-        let copy = b.copy_node(&node, &operands)?;
+        let copy = self.backward(&site.path).copy_node(&node, &operands)?;
         self.recomputed.insert(id, copy);
         Ok(copy)
+    }
+
+    /// The kept value of node `id` of a region, behind a barrier of its own: the compiler would keep what is computed
+    /// from it too, if both passes computed it from the same value.
+    fn kept_value(&mut self, number: u32, id: u32, path: &str) -> Result<Tensor> {
+        let value = self.b.tensor(id);
+        let b = self.backward(path);
+        let Some(region) = self.regions.get_mut(&number) else {
+            return Ok(value);
+        };
+        if let Some(value) = region.values.get(&id) {
+            return Ok(*value);
+        }
+        let barred = b.optimization_barrier(&[region.entry, value])?[1];
+        region.values.insert(id, barred);
+        Ok(barred)
+    }
+
+    /// The builder of what the derivative computes for an operation at `path`.
+    fn backward(&self, path: &str) -> Builder {
+        self.b.without_remat().at(format!("{BACKWARD}/{path}"))
     }
 
     /// On the first cotangent that reaches a recomputation region: puts a barrier between it with the region's
@@ -209,31 +241,16 @@ impl<'a> Pass<'a> {
         if self.regions.contains_key(&region) {
             return Ok(());
         }
-        let outside: Vec<u32> = self.b.with_graph(|g| {
-            let mut ids: Vec<u32> = g
-                .nodes
-                .iter()
-                .filter(|n| n.remat == Some(region))
-                .flat_map(|n| n.operands.iter().copied())
-                .filter(|o| g.nodes[*o as usize].remat != Some(region))
-                .collect();
-            ids.sort_unstable();
-            ids.dedup();
-            ids
-        });
+        let outside = self.b.with_graph(|g| remat::outside(g, region));
         let mut values = vec![self.cotangents[&(id, element)]];
         values.extend(outside.iter().map(|&o| self.b.tensor(o)));
-        let path = format!("{BACKWARD}/{}", self.site(id).path);
-        let b = self.b.without_remat().at(path);
+        let b = self.backward(&self.site(id).path);
         let barred = b.optimization_barrier(&values)?;
-        self.cotangents.insert((id, element), barred[0]);
-        self.regions.insert(
-            region,
-            outside
-                .into_iter()
-                .zip(barred[1..].iter().copied())
-                .collect(),
-        );
+        let entry = barred[0];
+        self.cotangents.insert((id, element), entry);
+        let values = outside.into_iter().zip(barred[1..].iter().copied());
+        let values = values.collect();
+        self.regions.insert(region, Region { entry, values });
         Ok(())
     }
 
@@ -256,8 +273,8 @@ impl<'a> Pass<'a> {
         if !has_cotangent {
             return Ok(());
         }
-        self.region = site.remat;
-        if let Some(region) = site.remat {
+        self.region = site.region;
+        if let Some(region) = site.region {
             self.enter_region(region, id, 0)?;
         }
         let g = self.cotangents[&(id, 0)];
@@ -284,14 +301,10 @@ impl<'a> Pass<'a> {
             if !self.active[operand as usize] {
                 continue;
             }
-            let path = format!("{BACKWARD}/{}", site.path);
-            let b = self
-                .b
-                .without_remat()
-                .at(match self.weight_only[operand as usize] {
-                    true => format!("{path}/{GRADIENT}"),
-                    false => path,
-                });
+            let b = match self.weight_only[operand as usize] {
+                true => self.backward(&format!("{}/{GRADIENT}", site.path)),
+                false => self.backward(&site.path),
+            };
             if let Some(cotangent) = self.operand_cotangent(&b, id, &site, position, g)? {
                 self.accumulate(&b, operand, 0, cotangent)?;
             }
@@ -308,8 +321,7 @@ impl<'a> Pass<'a> {
         body: &Graph,
         g: Tensor,
     ) -> Result<()> {
-        let b = self.b.without_remat();
-        let b = b.at(format!("{BACKWARD}/{}", site.path));
+        let b = self.backward(&site.path);
         let mut operands = Vec::with_capacity(site.operands.len() + 2);
         for operand in &site.operands {
             operands.push(self.value(*operand)?);
@@ -376,6 +388,7 @@ impl<'a> Pass<'a> {
             Op::Parameter(_)
             | Op::Constant(_)
             | Op::Iota(_)
+            | Op::Uninitialized
             | Op::GetTupleElement(_)
             | Op::OptimizationBarrier
             | Op::Compare(_) => return Ok(None),

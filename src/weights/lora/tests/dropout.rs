@@ -1,7 +1,7 @@
 //! What a training step leaves out of the input of updates.
 
 use super::*;
-use crate::graph::{Builder, Graph, Op, Reduction, Tensor, evaluate, grad, roll};
+use crate::graph::{Builder, Graph, Keeps, Op, Reduction, Tensor, evaluate, grad, roll};
 use crate::nn::{Conv2d, Linear, Precision, conv2d, linear};
 use crate::quant::Dropout;
 use crate::shape::Shape;
@@ -46,7 +46,11 @@ fn blocks(kernel: bool, recomputed: bool) -> Builder {
     let mut x = b.input("x", Shape::new(DType::F32, dims), &[]).unwrap();
     for at in 0..BLOCKS {
         let at = b.root("unet").scope("blocks").scope(at);
-        let at = if recomputed { at.checkpoint() } else { at };
+        let at = if recomputed {
+            at.checkpoint(Keeps::Nothing)
+        } else {
+            at
+        };
         let layer = at.scope("layer");
         let y = match kernel {
             true => conv2d(&layer, x, Conv2d::same(WIDTH, 3), Precision::F32),
