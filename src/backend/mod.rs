@@ -197,7 +197,7 @@ impl Backend {
     /// When the graph is ill-typed.
     pub fn rewrite_training(&self, graph: Graph) -> Result<Graph, GraphError> {
         match self {
-            Backend::Tpu { .. } => tpu::products_of_patches(&graph),
+            Backend::Tpu { .. } => tpu::products_of_ones(&tpu::products_of_patches(&graph)?),
             Backend::Gpu { .. } => gpu::rewrite_training(&graph),
             Backend::Cpu { .. } => self.rewrite(graph),
         }

@@ -289,7 +289,7 @@ schema! {
         /// of transformers and those of training steps.
         scan_layers: Option<bool> = None, Used, ANY_PROGRAM;
         /// Activations that the backward pass recomputes: FULL recomputes each block, MATMUL_WITHOUT_BATCH what lies between the results
-        /// of its linear layers and convolutions.
+        /// of its linear layers, convolutions and kernels of attention.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
         /// Values that `remat_policy=CUSTOM` keeps.
         names_which_can_be_saved: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;

@@ -86,7 +86,8 @@ pub struct Recomputed {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keeps {
     Nothing,
-    /// Results of products and convolutions without batch dimensions; those of linear layers, but not of attention.
+    /// Results of products without batch dimensions, which are those of linear layers, of convolutions, and of attention that is
+    /// one composite.
     Products,
 }
 

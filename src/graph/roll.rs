@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use super::scopes::BACKWARD;
 use super::stack::{entry_of, merged, stack};
 use super::stage::Known;
 use super::{Builder, Comparison, Graph, GraphError, Node, Op, Output, Tensor};
@@ -511,6 +512,10 @@ impl Run<'_> {
             .enumerate()
             .map(|(place, id)| (*id, place))
             .collect();
+        // What keeps the compiler from sharing values between a block and its derivative keeps nothing apart in here: the
+        // block itself is in another loop. It would only keep entries of stacks out of the operations that read them.
+        let is_derivative = self.list.starts_with(BACKWARD);
+        let mut barred: HashMap<usize, Vec<Tensor>> = HashMap::new();
         for (place, id) in self.blocks[0].iter().enumerate() {
             let node = &graph.nodes[*id as usize];
             let mut operands = Vec::with_capacity(node.operands.len());
@@ -530,7 +535,16 @@ impl Run<'_> {
                 });
             }
             let rest = self.rests[node.scope as usize].map_or("", |(_, rest)| rest);
-            copies.push(r.at(format!("{path}{rest}")).copy_node(node, &operands)?);
+            let results = |id: &u32| barred.get(places.get(id)?);
+            let copy = match &node.op {
+                Op::OptimizationBarrier if is_derivative => operands[0],
+                Op::GetTupleElement(at) if let Some(all) = results(&node.operands[0]) => all[*at],
+                _ => r.at(format!("{path}{rest}")).copy_node(node, &operands)?,
+            };
+            copies.push(copy);
+            if is_derivative && matches!(node.op, Op::OptimizationBarrier) {
+                barred.insert(place, operands);
+            }
         }
         let one = r.scalar(DType::S32, 1.0)?;
         let mut next = vec![r.add(counter, one)?];
@@ -707,6 +721,18 @@ mod tests {
         let rolled = roll(graph.clone(), None, 2).unwrap();
         assert_eq!(loops(&rolled), 2);
         same_results(&graph, &rolled);
+        let barriers = |graph: &Graph| {
+            let nodes = graph.nodes.iter();
+            nodes
+                .filter(|node| matches!(node.op, Op::OptimizationBarrier))
+                .count()
+        };
+        let bodies = rolled.nodes.iter().filter_map(|node| match &node.op {
+            Op::While { body, .. } => Some(barriers(body)),
+            _ => None,
+        });
+        assert!(barriers(&graph) >= BLOCKS);
+        assert_eq!(bodies.sum::<usize>(), 0);
         // What the forward pass keeps for the derivative goes as a stack from loop to loop.
         let slices = |graph: &Graph| {
             let nodes = graph.nodes.iter();

@@ -65,7 +65,7 @@ named! {
         None = "NONE" (default),
         /// The block's inputs; the rest is computed again.
         Full = "FULL",
-        /// The block's inputs, and the results of linear layers and convolutions; the rest is computed again.
+        /// The block's inputs, and the results of linear layers, convolutions and kernels of attention; the rest is computed again.
         MatmulWithoutBatch = "MATMUL_WITHOUT_BATCH",
     }
     not_yet [

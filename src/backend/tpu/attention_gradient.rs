@@ -25,11 +25,12 @@ const OF_HEAD: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Operands: q, k, v, the attention's result and that one's gradient, as [`Attention`] has them. The result is
-    /// `f32[batch, queries, slabs * (slab + 128)]`: for each slab of heads the gradient of its queries, then the statistics.
+    /// `f32[batch, blocks * 2 * size, columns]`: for each block of queries the rows of their gradient, then as many rows of
+    /// statistics, in the first lanes of each slab of heads.
     Queries,
     /// Operands: k, v, q, the gradient of the attention's result, and the statistics, `f32[batch, slabs * blocks * 8,
-    /// size]`, in the lanes those of a block of queries. The result is bf16 `[batch, keys, slabs * 2 * slab]`: for each slab
-    /// the gradient of its keys, then that of its values.
+    /// size]`, in the lanes those of a block of queries. The result is bf16 `[batch, blocks * 2 * size, columns]`: for each
+    /// block of keys the rows of their gradient, then those of the values' gradient.
     Keys,
 }
 
@@ -60,9 +61,12 @@ struct Statistics {
 }
 
 impl AttentionGradient {
-    /// The blocks of queries whose statistics lie in the lanes together: how many there are, and their size.
-    pub fn blocks_of_queries(queries: usize) -> [usize; 2] {
-        let blocks = Blocks::of(queries, TILE_ROWS);
+    /// The blocks of so many queries, or keys, that a result has rows of: how many there are, and their size.
+    pub fn blocks(side: Side, length: usize) -> [usize; 2] {
+        let blocks = match side {
+            Side::Queries => Blocks::of(length, TILE_ROWS),
+            Side::Keys => Blocks::of(length, LANES),
+        };
         [blocks.count, blocks.size]
     }
 
@@ -103,18 +107,11 @@ impl AttentionGradient {
 
     fn result(&self, extents: Extents) -> Shape {
         let Extents { batch, columns, .. } = extents;
-        let slabs = columns / self.of.slab();
-        match self.side {
-            Side::Queries => Shape::new(
-                DType::F32,
-                [
-                    batch,
-                    extents.queries.length(),
-                    slabs * (self.of.slab() + LANES),
-                ],
-            ),
-            Side::Keys => Shape::new(DType::BF16, [batch, extents.keys.length(), 2 * columns]),
-        }
+        let (dtype, blocks) = match self.side {
+            Side::Queries => (DType::F32, extents.queries),
+            Side::Keys => (DType::BF16, extents.keys),
+        };
+        Shape::new(dtype, [batch, 2 * blocks.length(), columns])
     }
 
     /// The statistics that the gradient of keys takes.
@@ -137,11 +134,10 @@ impl AttentionGradient {
         };
         let result = self.result(extents);
         let slabs = columns / slab;
-        let [rows, width] = [result.dims[1], result.dims[2]];
         let result = Window {
             dtype: result.dtype,
-            array: [batch, rows, width],
-            block: [blocks.size, width / slabs],
+            array: [batch, result.dims[1], columns],
+            block: [2 * blocks.size, slab],
             index: [Some(0), Some(2), Some(1)],
             place: Place::Own,
             first_column: 0,
@@ -287,7 +283,7 @@ impl AttentionGradient {
         states.chunks_exact(2).zip(gradients).map(of_head).collect()
     }
 
-    /// Puts the statistics into the lanes behind the gradient.
+    /// Puts the statistics into the rows behind the gradient.
     fn store_statistics(&self, k: &mut Kernel, statistics: &[Statistics], rows: usize) {
         let columns = statistics
             .iter()
@@ -301,7 +297,7 @@ impl AttentionGradient {
             let is_own = k.less(lane, end);
             all = k.select(is_own, own, all);
         }
-        k.store(all, [0, self.of.slab()]);
+        k.store(all, [rows, 0]);
     }
 
     /// One block of keys against all queries.
@@ -340,9 +336,9 @@ impl AttentionGradient {
         });
         let scale = k.splat(DType::F32, [rows, slab], self.of.scale);
         let of_keys = k.mul(of_keys, scale);
-        for (found, column) in [(of_keys, 0), (of_values, slab)] {
+        for (found, row) in [(of_keys, 0), (of_values, rows)] {
             let found = k.convert(found, DType::BF16);
-            k.store(found, [0, column]);
+            k.store(found, [row, 0]);
         }
     }
 

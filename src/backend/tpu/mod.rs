@@ -11,6 +11,7 @@ mod heads;
 pub mod mosaic;
 mod patches;
 mod product;
+mod sums;
 mod upsample;
 mod widen;
 
@@ -24,6 +25,7 @@ pub use convolution_gradient::ConvolutionGradient;
 pub use heads::Heads;
 pub use patches::products_of_patches;
 pub use product::Product;
+pub use sums::products_of_ones;
 pub use upsample::Upsample;
 pub use widen::Widen;
 

@@ -1,6 +1,6 @@
 //! Which values of recomputation regions are not computed again.
 
-use crate::graph::{Binary, Graph, Keeps, Node, Op};
+use crate::graph::{Binary, Composite, Graph, Keeps, Node, Op};
 
 /// The nodes outside a region that its operations read.
 pub(super) fn outside(graph: &Graph, region: u32) -> Vec<u32> {
@@ -15,8 +15,8 @@ pub(super) fn outside(graph: &Graph, region: u32) -> Vec<u32> {
     ids
 }
 
-/// Of each node, whether its region keeps its value ([`Keeps::Products`]): a contraction without batch dimensions, or the
-/// conversion to fewer bits that its sums reach through nothing but additions, whose derivative needs no values.
+/// Of each node, whether its region keeps its value ([`Keeps::Products`]): an attention, or a contraction without batch
+/// dimensions, or the conversion to fewer bits that its sums reach through nothing but additions, whose derivative needs no values.
 pub(super) fn kept(graph: &Graph) -> Vec<bool> {
     let mut kept = vec![false; graph.nodes.len()];
     let mut users: Vec<Vec<usize>> = vec![Vec::new(); graph.nodes.len()];
@@ -37,7 +37,11 @@ pub(super) fn kept(graph: &Graph) -> Vec<bool> {
 fn is_product(op: &Op) -> bool {
     match op {
         Op::DotGeneral { dims, .. } => dims.lhs_batch.is_empty(),
-        Op::Convolution { .. } => true,
+        Op::Convolution { .. }
+        | Op::Composite {
+            kind: Composite::Attention { .. },
+            ..
+        } => true,
         _ => false,
     }
 }

@@ -9,7 +9,6 @@ use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::attention_gradient::STATISTICS;
-use super::super::mosaic::LANES;
 use super::super::{Attention, AttentionGradient, Side};
 use super::{Result, pad_to};
 
@@ -207,26 +206,31 @@ fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Ten
     let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
     let [k, v] = [k, v].map(|x| padded.keys(b, x));
     let (q, k, v, gradient) = (q?, k?, v?, gradient?);
-    let [batch, queries, columns] = [padded.batch, padded.all[0], padded.columns()];
+    let [batch, columns] = [padded.batch, padded.columns()];
+    let [queries, keys] = padded.all;
     let slabs = padded.kernel.slabs(columns);
     let slab = columns / slabs;
 
+    // Each result has two halves of rows in each block.
+    let half = |found: Tensor, side: Side, rows: usize, which: usize| {
+        let [count, size] = AttentionGradient::blocks(side, rows);
+        let found = b.reshape(found, &[batch, count, 2, size, columns])?;
+        b.slice_dim(found, 2, which, which + 1)
+    };
+
     let found = call(Side::Queries, &[q, k, v, y?, gradient])?;
-    let found = b.reshape(found, &[batch, queries, slabs, slab + LANES])?;
-    let of_queries = b.slice_dim(found, 3, 0, slab)?;
+    let of_queries = half(found, Side::Queries, queries, 0)?;
     let of_queries = padded.cut(b, b.convert(of_queries, DType::BF16)?, padded.queries)?;
 
-    let [count, size] = AttentionGradient::blocks_of_queries(queries);
-    let statistics = b.slice_dim(found, 3, slab, slab + STATISTICS)?;
-    let statistics = b.reshape(statistics, &[batch, count, size, slabs, STATISTICS])?;
+    let [count, size] = AttentionGradient::blocks(Side::Queries, queries);
+    let statistics = half(found, Side::Queries, queries, 1)?;
+    let statistics = b.reshape(statistics, &[batch, count, size, slabs, slab])?;
+    let statistics = b.slice_dim(statistics, 4, 0, STATISTICS)?;
     let statistics = b.transpose(statistics, &[0, 3, 1, 4, 2])?;
     let statistics = b.reshape(statistics, &[batch, slabs * count * STATISTICS, size])?;
 
     let found = call(Side::Keys, &[k, v, q, gradient, statistics])?;
-    let found = b.reshape(found, &[batch, padded.all[1], slabs, 2, slab])?;
-    let half = |which: usize| {
-        let found = b.slice_dim(found, 3, which, which + 1)?;
-        padded.cut(b, found, padded.keys)
-    };
-    Ok(Some([of_queries, half(0)?, half(1)?]))
+    let [of_keys, of_values] =
+        [0, 1].map(|which| padded.cut(b, half(found, Side::Keys, keys, which)?, padded.keys));
+    Ok(Some([of_queries, of_keys?, of_values?]))
 }
