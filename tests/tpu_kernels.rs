@@ -426,19 +426,20 @@ fn stored_convolution(mode: LayerQuantization, dims: [usize; 6]) -> Graph {
 
 #[test]
 fn convolutions_of_stored_weights_are_their_bodies() {
-    // Several images, outputs that fill no register; several blocks of outputs. Two cores share the steps of a v5p.
+    // Several images, outputs that fill no register; several blocks of outputs.
     let cases = [[2, 2, 32, 192, 136, 3], [2, 1, 32, 128, 1408, 1]];
-    let each = STORED
+    let of_v5e = STORED
         .iter()
-        .flat_map(|mode| cases.map(|case| (*mode, case)));
-    let each = each.flat_map(|(mode, case)| [Chip::V5e, Chip::V5p].map(|chip| (chip, mode, case)));
-    // Several blocks of rows.
-    let of_rows = (
-        Chip::V5e,
-        LayerQuantization::W4A16,
-        [1, 34, 32, 128, 128, 3],
-    );
-    for (chip, mode, case) in each.chain([of_rows]) {
+        .flat_map(|mode| cases.map(|case| (Chip::V5e, *mode, case)));
+    let w4a16 = LayerQuantization::W4A16;
+    let others = [
+        // Two cores share the steps of a v5p.
+        (Chip::V5p, w4a16, cases[0]),
+        (Chip::V5p, LayerQuantization::Int8W8A16, cases[1]),
+        // Several blocks of rows.
+        (Chip::V5e, w4a16, [1, 34, 32, 128, 128, 3]),
+    ];
+    for (chip, mode, case) in of_v5e.chain(others) {
         let graph = stored_convolution(mode, case);
         let kernel = claim(&graph, chip.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{chip} {mode} {case:?}");
