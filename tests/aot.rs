@@ -9,6 +9,7 @@ use std::process::{Command, Output, Stdio};
 
 use crate::common::tpu_plugin;
 use maxdiff::aot::Compiled;
+use maxdiff::backend::tpu::SUM_OF_ROWS;
 use maxdiff::bundle::{Bundle, PayloadKind};
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
@@ -144,6 +145,10 @@ fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
                 .metadata
                 .as_ref()
                 .map_or_else(String::new, |m| m.op_name.clone());
+            // The gradient of a bias, which is one of ones and has no format.
+            if name.contains(SUM_OF_ROWS) {
+                continue;
+            }
             let operand = |n: usize| types[&instruction.operand_ids[n]];
             found.push((name, [operand(0), operand(1), types[&instruction.id]]));
         }

@@ -25,7 +25,7 @@ pub use convolution_gradient::ConvolutionGradient;
 pub use heads::Heads;
 pub use patches::products_of_patches;
 pub use product::Product;
-pub use sums::products_of_ones;
+pub use sums::{SUM_OF_ROWS, products_of_ones};
 pub use upsample::Upsample;
 pub use widen::Widen;
 

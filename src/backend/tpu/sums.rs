@@ -13,6 +13,9 @@ use super::mosaic::LANES;
 /// Rows of ones: those of a tile. A product with one row would be a sum again.
 const ONES: usize = 8;
 
+/// The scope of such a product, which tells it from those of its layer.
+pub const SUM_OF_ROWS: &str = "sum_of_rows";
+
 /// The graph with products in place of sums of bf16, in f32, over all dimensions but the last.
 ///
 /// # Errors
@@ -30,6 +33,7 @@ pub fn products_of_ones(graph: &Graph) -> Result<Graph, GraphError> {
             rhs_contract: (0..last).collect(),
             ..DotDims::default()
         };
+        let b = b.scope(SUM_OF_ROWS);
         let ones = b.full(&ones, 1.0)?;
         let sums = b.dot_general(ones, copies[values as usize], over, DType::F32)?;
         let sum = b.slice_dim(sums, 0, 0, 1)?;
