@@ -132,7 +132,10 @@ impl Backend {
     ) -> Result<Cow<'g, Graph>, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim_training(graph).map(Cow::Owned),
-            Backend::Tpu { kernels: true, .. } => tpu::claim_training(graph, parts).map(Cow::Owned),
+            Backend::Tpu {
+                kernels: true,
+                features,
+            } => tpu::claim_training(graph, *features, parts).map(Cow::Owned),
             Backend::Cpu { kernels: false }
             | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),

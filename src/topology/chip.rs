@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::backend::tpu::Features;
+use crate::backend::tpu::mosaic::{MOST_VMEM_BYTES, VMEM_BYTES};
 
 use super::TopologyError;
 
@@ -150,6 +151,11 @@ impl Chip {
             int8: self.multiplies_int8(),
             one_core: self.cores_per_device() == 1,
             int8_break_even: self.int8_break_even(),
+            kernel_memory: match self {
+                // Its compiler gives a kernel no more.
+                Chip::V4 => VMEM_BYTES,
+                _ => MOST_VMEM_BYTES,
+            },
         }
     }
 

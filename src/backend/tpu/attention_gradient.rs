@@ -367,7 +367,7 @@ fn weights(
 }
 
 /// `weights * (their gradient - product)`, in bf16: the gradient of scores before they are scaled.
-fn gradient_of_scores(
+pub(super) fn gradient_of_scores(
     k: &mut Kernel,
     weights: KernelValue,
     of_weights: KernelValue,

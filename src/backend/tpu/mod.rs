@@ -3,6 +3,7 @@
 mod arithmetic;
 mod attention;
 mod attention_gradient;
+mod attention_gradients;
 mod channels;
 mod claim;
 mod convolution;
@@ -18,6 +19,7 @@ mod widen;
 pub use arithmetic::{Arithmetic, StoredWeights};
 pub use attention::Attention;
 pub use attention_gradient::{AttentionGradient, Side};
+pub use attention_gradients::AttentionGradients;
 pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::{claim, claim_training, claims_in_training, pad_heads};
 pub use convolution::{Added, Convolution, Weights};
@@ -43,6 +45,8 @@ pub struct Features {
     /// Of a product in int8 whose operands are rounded in the step: how much `rows * columns / (rows + columns)` is where the
     /// product saves as much time as rounding takes. `None` where products in int8 save none.
     pub int8_break_even: Option<usize>,
+    /// Bytes of a core's own memory that a kernel of training may take.
+    pub kernel_memory: usize,
 }
 
 impl Features {
@@ -51,6 +55,7 @@ impl Features {
         int8: false,
         one_core: false,
         int8_break_even: None,
+        kernel_memory: mosaic::VMEM_BYTES,
     };
 
     /// Whether a contraction takes less time in int8 than in bfloat16, with what rounds its operands; `kernels` may be used.

@@ -9,15 +9,29 @@ use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::attention_gradient::STATISTICS;
-use super::super::{Attention, AttentionGradient, Side};
+use super::super::{Attention, AttentionGradient, AttentionGradients, Features, Side};
 use super::{Result, pad_to};
 
 /// Keys from which an attention that is trained is the kernels'. By simulation of 4,096 queries of 10 heads of 64 on v5e, attention and
 /// its derivative take 2.56 ms with 4,096 keys, and 9.25 as the compiler's operations; with 77 keys 0.226 and 0.207.
 const LEAST_KEYS_TRAINED: usize = 256;
 
-/// Of an attention's operands by the nodes that its gradients read, the gradients, where there are kernels for them.
-pub(super) type Gradients<'g> = HashMap<&'g [u32], Option<[Tensor; 3]>>;
+/// The gradients of attention's operands that were found so far.
+pub(super) struct Gradients<'g> {
+    features: Features,
+    /// By the nodes that they read; `None` where there are no kernels for them.
+    found: HashMap<&'g [u32], Option<[Tensor; 3]>>,
+}
+
+impl Gradients<'_> {
+    /// None, for a chip.
+    pub fn of(features: Features) -> Self {
+        Gradients {
+            features,
+            found: HashMap::new(),
+        }
+    }
+}
 
 /// The kernel of an attention or of a gradient of one, which are what [`claims_in_training`] says yes to; `None` where there is
 /// none.
@@ -32,11 +46,15 @@ pub(super) fn attention_or_gradient<'g>(
     match (kind, &node.operands[..]) {
         (Composite::Attention { .. }, &[q, k, v]) => attention(b, [q, k, v].map(copy)),
         (Composite::Gradient { operand, .. }, &[q, k, v, y, gradient]) => {
-            let found = match gradients.get(&node.operands[..]) {
+            let found = match gradients.found.get(&node.operands[..]) {
                 Some(found) => *found,
                 None => {
-                    let found = attention_gradients(b, [q, k, v, y, gradient].map(copy))?;
-                    gradients.insert(&node.operands, found);
+                    let found = attention_gradients(
+                        b,
+                        gradients.features,
+                        [q, k, v, y, gradient].map(copy),
+                    )?;
+                    gradients.found.insert(&node.operands, found);
                     found
                 }
             };
@@ -187,12 +205,38 @@ pub(super) fn attention(b: &Builder, [q, k, v]: [Tensor; 3]) -> Result<Option<Te
 
 /// The kernels for the gradients of q, k and v, given those and the attention's result and its gradient; `None` where there
 /// are none.
-fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Tensor; 3]>> {
+fn attention_gradients(
+    b: &Builder,
+    features: Features,
+    operands: [Tensor; 5],
+) -> Result<Option<[Tensor; 3]>> {
     let [q, k, v, y, gradient] = operands;
     let Some(padded) = Padded::of([q, k, v].map(|x| b.shape(x)).each_ref()) else {
         return Ok(None);
     };
     let [q_shape, k_shape] = padded.shapes();
+    let [batch, columns] = [padded.batch, padded.columns()];
+    let [queries, keys] = padded.all;
+    let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
+    let [k, v] = [k, v].map(|x| padded.keys(b, x));
+    let (q, k, v, y, gradient) = (q?, k?, v?, y?, gradient?);
+    let whole = AttentionGradients {
+        of: padded.kernel.clone(),
+        memory: features.kernel_memory,
+    };
+    if whole.fits(&q_shape, &k_shape) {
+        let found = b.push(Op::CustomCall(Arc::new(whole)), &[q, k, v, y, gradient])?;
+        let rows = [
+            (0, queries, padded.queries),
+            (queries, queries + keys, padded.keys),
+            (queries + keys, queries + 2 * keys, padded.keys),
+        ];
+        let [of_queries, of_keys, of_values] = rows.map(|(start, end, length)| {
+            let own = b.slice_dim(found, 1, start, end)?;
+            padded.cut(b, own, length)
+        });
+        return Ok(Some([of_queries?, of_keys?, of_values?]));
+    }
     if !AttentionGradient::fits(&padded.kernel, &q_shape, &k_shape) {
         return Ok(None);
     }
@@ -203,11 +247,6 @@ fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Ten
             operands,
         )
     };
-    let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
-    let [k, v] = [k, v].map(|x| padded.keys(b, x));
-    let (q, k, v, gradient) = (q?, k?, v?, gradient?);
-    let [batch, columns] = [padded.batch, padded.columns()];
-    let [queries, keys] = padded.all;
     let slabs = padded.kernel.slabs(columns);
     let slab = columns / slabs;
 
@@ -218,7 +257,7 @@ fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Ten
         b.slice_dim(found, 2, which, which + 1)
     };
 
-    let found = call(Side::Queries, &[q, k, v, y?, gradient])?;
+    let found = call(Side::Queries, &[q, k, v, y, gradient])?;
     let of_queries = half(found, Side::Queries, queries, 0)?;
     let of_queries = padded.cut(b, b.convert(of_queries, DType::BF16)?, padded.queries)?;
 

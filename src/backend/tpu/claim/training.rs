@@ -3,6 +3,7 @@
 use crate::backend::follow;
 use crate::graph::{Graph, Op};
 
+use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{Gradients, attention_or_gradient, claims_in_training};
 use super::trained_convolution::{gradient_of_kernel, images};
@@ -18,15 +19,15 @@ use super::{Result, is_split};
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim_training(graph: &Graph, parts: usize) -> Result<Graph> {
-    claim(graph, parts, LANES)
+pub fn claim_training(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
+    claim(graph, features, parts, LANES)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
-fn claim(graph: &Graph, parts: usize, narrowest: usize) -> Result<Graph> {
+fn claim(graph: &Graph, features: Features, parts: usize, narrowest: usize) -> Result<Graph> {
     let users = follow::users(graph);
     let images = images(graph, &users, parts, narrowest);
-    let mut gradients = Gradients::new();
+    let mut gradients = Gradients::of(features);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -97,7 +98,7 @@ mod tests {
         ];
         for (case, parts) in cases {
             let graph = trained(case);
-            let kernels = claim(&graph, parts, 16).unwrap();
+            let kernels = claim(&graph, Features::UNKNOWN, parts, 16).unwrap();
             assert_eq!(calls(&kernels), 3, "{case:?} in {parts}");
             // Small integers: sums are exact in any order.
             let inputs = graph.inputs.iter().map(|input| {
@@ -121,10 +122,10 @@ mod tests {
             ([1, 32, 16, 128, 128], 2),
         ];
         for (case, parts) in cases {
-            let kernels = claim_training(&trained(case), parts).unwrap();
+            let kernels = claim_training(&trained(case), Features::UNKNOWN, parts).unwrap();
             assert_eq!(calls(&kernels), 0, "{case:?} in {parts}");
         }
-        let taken = claim_training(&trained([1, 16, 32, 128, 128]), 1).unwrap();
+        let taken = claim_training(&trained([1, 16, 32, 128, 128]), Features::UNKNOWN, 1).unwrap();
         assert_eq!(calls(&taken), 3);
     }
 
@@ -132,7 +133,7 @@ mod tests {
     #[test]
     fn inputs_are_padded_to_blocks() {
         let graph = trained([1, 64, 64, 960, 640]);
-        let kernels = claim_training(&graph, 1).unwrap();
+        let kernels = claim_training(&graph, Features::UNKNOWN, 1).unwrap();
         assert!(calls(&kernels) >= 1);
         let [before, after] = [&graph, &kernels].map(|graph| &graph.outputs[2]);
         let shape = |graph: &Graph, node: u32| graph.nodes[node as usize].shape.clone();

@@ -213,6 +213,25 @@ impl Run<'_> {
                 });
                 matrix(reduced.collect())
             }
+            Op::ReduceRows(kind, x) => {
+                let x = self.get(*x);
+                let reduced = (0..columns).map(|column| {
+                    let own = x.data.iter().skip(column).step_by(columns).copied();
+                    match kind {
+                        Reduction::Sum => own.sum(),
+                        Reduction::Max => own.fold(f32::NEG_INFINITY, maximum),
+                    }
+                });
+                matrix(reduced.collect())
+            }
+            Op::Transpose(x) => {
+                let x = self.get(*x);
+                matrix(
+                    (0..rows * columns)
+                        .map(|i| x.data[i % columns * rows + i / columns])
+                        .collect(),
+                )
+            }
             Op::Broadcast(x) => {
                 let x = self.get(*x);
                 let of_column = x.columns == 1 && x.data.len() == rows;

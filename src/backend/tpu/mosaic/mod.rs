@@ -135,6 +135,9 @@ enum Op {
     Convert(Value),
     /// Over the columns.
     Reduce(Reduction, Value),
+    /// Over the rows.
+    ReduceRows(Reduction, Value),
+    Transpose(Value),
     /// A column to a matrix of equal columns, or a row to a matrix of equal rows.
     Broadcast(Value),
     /// Columns of a matrix from the given one, a multiple of [`LANES`].
@@ -582,6 +585,40 @@ impl Kernel {
         self.push(self.matrix(x, None, Some(1)), Op::Reduce(Reduction::Max, x))
     }
 
+    /// The sum of each column, as a row.
+    pub fn column_sum(&mut self, x: Value) -> Value {
+        self.reduced_rows(Reduction::Sum, x)
+    }
+
+    /// The largest element of each column, as a row.
+    pub fn column_max(&mut self, x: Value) -> Value {
+        self.reduced_rows(Reduction::Max, x)
+    }
+
+    fn reduced_rows(&mut self, kind: Reduction, x: Value) -> Value {
+        let of = self.of_size(x, [1, self.size(x)[1]]);
+        self.push(of, Op::ReduceRows(kind, x))
+    }
+
+    /// Rows as columns, of 32 bits a number.
+    pub fn transpose(&mut self, x: Value) -> Value {
+        let [rows, columns] = self.size(x);
+        let of = self.of_size(x, [columns, rows]);
+        self.push(of, Op::Transpose(x))
+    }
+
+    /// The type of `x` with other numbers of rows and columns.
+    fn of_size(&self, x: Value, [rows, columns]: [usize; 2]) -> Type {
+        match self.type_of(x) {
+            Type::Matrix { dtype, .. } => Type::Matrix {
+                dtype,
+                rows,
+                columns,
+            },
+            Type::Row => Type::Row,
+        }
+    }
+
     /// A column as each of `columns` columns.
     pub fn broadcast(&mut self, x: Value, columns: usize) -> Value {
         self.push(self.matrix(x, None, Some(columns)), Op::Broadcast(x))
@@ -589,14 +626,7 @@ impl Kernel {
 
     /// A row as each of `rows` rows.
     pub fn broadcast_row(&mut self, x: Value, rows: usize) -> Value {
-        let of = match self.type_of(x) {
-            Type::Matrix { dtype, columns, .. } => Type::Matrix {
-                dtype,
-                rows,
-                columns,
-            },
-            Type::Row => Type::Row,
-        };
+        let of = self.of_size(x, [rows, self.size(x)[1]]);
         self.push(of, Op::Broadcast(x))
     }
 

@@ -351,16 +351,31 @@ impl Kernel {
                 }
             }
             Op::Reduce(kind, x) => {
-                let (kind, start) = match kind {
-                    Reduction::Sum => ("add", "0.0"),
-                    Reduction::Max => ("maximumf", "0xFF800000"),
-                };
+                let (kind, start) = reduction(*kind);
                 let column = of.replace("x1x", "x");
                 let from = self.vector(*x);
                 format!(
                     "{name}_i = arith.constant dense<{start}> : {column}\n\
                      {name}_r = vector.multi_reduction <{kind}>, {}, {name}_i [1] : {from} to {column}\n\
                      {name} = vector.shape_cast {name}_r : {column} to {of}",
+                    self::name(*x)
+                )
+            }
+            Op::ReduceRows(kind, x) => {
+                let (kind, start) = reduction(*kind);
+                let row = of.replacen("<1x", "<", 1);
+                let from = self.vector(*x);
+                format!(
+                    "{name}_i = arith.constant dense<{start}> : {row}\n\
+                     {name}_r = vector.multi_reduction <{kind}>, {}, {name}_i [0] : {from} to {row}\n\
+                     {name} = vector.shape_cast {name}_r : {row} to {of}",
+                    self::name(*x)
+                )
+            }
+            Op::Transpose(x) => {
+                let from = self.vector(*x);
+                format!(
+                    "{name} = vector.transpose {}, [1, 0] : {from} to {of}",
                     self::name(*x)
                 )
             }
@@ -491,6 +506,14 @@ struct Steps {
     order: Vec<&'static str>,
     /// Operations that give the place along each dimension of the kernel's own grid.
     places: String,
+}
+
+/// What MLIR calls a reduction, and where it starts.
+fn reduction(kind: Reduction) -> (&'static str, &'static str) {
+    match kind {
+        Reduction::Sum => ("add", "0.0"),
+        Reduction::Max => ("maximumf", "0xFF800000"),
+    }
 }
 
 fn semantics(is_ordered: bool) -> &'static str {
