@@ -55,6 +55,11 @@ impl Blocks {
         Blocks { count, size }
     }
 
+    /// Those of so many queries and keys.
+    pub fn of_both([queries, keys]: [usize; 2]) -> [Blocks; 2] {
+        [Blocks::of(queries, TILE_ROWS), Blocks::of(keys, LANES)]
+    }
+
     pub fn length(self) -> usize {
         self.count * self.size
     }
@@ -90,18 +95,12 @@ impl Attention {
 
     /// Queries and keys with their padding.
     pub fn padded(queries: usize, keys: usize) -> [usize; 2] {
-        [
-            Blocks::of(queries, TILE_ROWS).length(),
-            Blocks::of(keys, LANES).length(),
-        ]
+        Blocks::of_both([queries, keys]).map(Blocks::length)
     }
 
     /// Whether a core can hold what the kernel works with for these padded queries and keys.
     pub fn fits(&self, q: &Shape, k: &Shape) -> bool {
-        let [rows, keys] = [
-            Blocks::of(q.dims[1], TILE_ROWS),
-            Blocks::of(k.dims[1], LANES),
-        ];
+        let [rows, keys] = Blocks::of_both([q.dims[1], k.dims[1]]);
         // Scores, their weights, and the weights in bf16, of each head that shares the lanes.
         let scores = self.heads_of_slab() * rows.size * keys.size * (4 + 4 + 2);
         let kernel = self.kernel(q, k);
@@ -138,8 +137,7 @@ impl Attention {
     /// The kernel for queries and keys of these shapes.
     fn kernel(&self, q: &Shape, k: &Shape) -> Kernel {
         let [batch, _, columns] = [0, 1, 2].map(|d| q.dims[d]);
-        let rows = Blocks::of(q.dims[1], TILE_ROWS);
-        let keys = Blocks::of(k.dims[1], LANES);
+        let [rows, keys] = Blocks::of_both([q.dims[1], k.dims[1]]);
         let slab = self.slab();
         let slabs = columns / slab;
         let result = Window {

@@ -6,6 +6,8 @@
 //! the gradients of keys and values, block by block of those. It has the scores transposed, so that no operand of a
 //! product has to be.
 
+use std::fmt::Debug;
+
 use crate::dtype::DType;
 use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
@@ -86,10 +88,11 @@ impl AttentionGradient {
     }
 
     fn extents(&self, [q, k]: [&Shape; 2]) -> Extents {
+        let [queries, keys] = Blocks::of_both([q.dims[1], k.dims[1]]);
         Extents {
             batch: q.dims[0],
-            queries: Blocks::of(q.dims[1], TILE_ROWS),
-            keys: Blocks::of(k.dims[1], LANES),
+            queries,
+            keys,
             columns: q.dims[2],
         }
     }
@@ -354,6 +357,16 @@ impl AttentionGradient {
     }
 }
 
+/// Why a derivative's kernel has no result for these operands.
+pub(super) fn refused(what: &'static str, kernel: &impl Debug, operands: &[&Shape]) -> InferError {
+    let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
+    let found = found.join(", ");
+    constraint(
+        what,
+        format!("{found} are not operands as {kernel:?} takes them"),
+    )
+}
+
 /// The weights of scores in powers of two.
 fn weights(
     k: &mut Kernel,
@@ -422,16 +435,7 @@ impl CustomCall for AttentionGradient {
             };
             has_statistics.then(|| self.result(extents))
         });
-        found.ok_or_else(|| {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            constraint(
-                "attention gradient kernel",
-                format!(
-                    "{} are not operands as {self:?} takes them",
-                    found.join(", ")
-                ),
-            )
-        })
+        found.ok_or_else(|| refused("attention gradient kernel", self, operands))
     }
 
     fn flops(&self, operands: &[&Shape], _: &Shape) -> u64 {

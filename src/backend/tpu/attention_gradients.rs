@@ -7,11 +7,11 @@
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError};
 use crate::shape::Shape;
 
-use super::attention::{Attention, Blocks, TILE_ROWS};
-use super::attention_gradient::gradient_of_scores;
+use super::attention::{Attention, Blocks};
+use super::attention_gradient::{gradient_of_scores, refused};
 use super::mosaic::{
     CostEstimate, Kernel, LANES, Place, Scratch, Value as KernelValue, Window, evaluated,
 };
@@ -160,12 +160,12 @@ impl AttentionGradients {
         let products = k.mul(y, wide);
         let products = k.transpose(products);
         k.keep(memories.columns, products, [0, 0]);
-        let count = self.of.heads_of_slab();
+        let [count, size] = [self.of.heads_of_slab(), self.of.size];
         let queries: Vec<KernelValue> = (0..count).map(|h| self.of.lanes(k, q, h, 0.0)).collect();
         let highest = self.scores(k, memories, &queries, keys);
         let sums = self.weights(k, memories, &highest, rows, keys);
         let of_head = |(head, (q, sum)): (usize, (KernelValue, KernelValue))| {
-            let own = self.head_rows(k, memories.columns, head, rows);
+            let own = k.kept_part(memories.columns, [head * size, 0], [size, rows]);
             Head {
                 q,
                 gradient: self.of.lanes(k, gradient, head, 0.0),
@@ -318,18 +318,10 @@ impl AttentionGradients {
         let scale = k.splat(DType::F32, k.size(x), self.of.scale);
         k.mul(x, scale)
     }
-
-    /// The rows of a head in a memory `[columns, rows]`.
-    fn head_rows(&self, k: &mut Kernel, at: Scratch, head: usize, rows: usize) -> KernelValue {
-        k.kept_part(at, [head * self.of.size, 0], [self.of.size, rows])
-    }
 }
 
-fn blocks([q, k]: [&Shape; 2]) -> [Blocks; 2] {
-    [
-        Blocks::of(q.dims[1], TILE_ROWS),
-        Blocks::of(k.dims[1], LANES),
-    ]
+fn blocks(shapes: [&Shape; 2]) -> [Blocks; 2] {
+    Blocks::of_both(shapes.map(|of| of.dims[1]))
 }
 
 impl CustomCall for AttentionGradients {
@@ -367,16 +359,7 @@ impl CustomCall for AttentionGradients {
             self.of.infer(&[q, k, k]).ok()?;
             self.fits(q, k).then(|| Self::result([q, k]))
         });
-        found.ok_or_else(|| {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            constraint(
-                "attention gradients kernel",
-                format!(
-                    "{} are not operands as {self:?} takes them",
-                    found.join(", ")
-                ),
-            )
-        })
+        found.ok_or_else(|| refused("attention gradients kernel", self, operands))
     }
 
     fn flops(&self, operands: &[&Shape], _: &Shape) -> u64 {

@@ -215,31 +215,52 @@ fn attention_gradients(
         return Ok(None);
     };
     let [q_shape, k_shape] = padded.shapes();
-    let [batch, columns] = [padded.batch, padded.columns()];
-    let [queries, keys] = padded.all;
-    let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
-    let [k, v] = [k, v].map(|x| padded.keys(b, x));
-    let (q, k, v, y, gradient) = (q?, k?, v?, y?, gradient?);
-    let whole = AttentionGradients {
+    let one = AttentionGradients {
         of: padded.kernel.clone(),
         memory: features.kernel_memory,
     };
-    if whole.fits(&q_shape, &k_shape) {
-        let found = b.push(Op::CustomCall(Arc::new(whole)), &[q, k, v, y, gradient])?;
-        let rows = [
-            (0, queries, padded.queries),
-            (queries, queries + keys, padded.keys),
-            (queries + keys, queries + 2 * keys, padded.keys),
-        ];
-        let [of_queries, of_keys, of_values] = rows.map(|(start, end, length)| {
-            let own = b.slice_dim(found, 1, start, end)?;
-            padded.cut(b, own, length)
-        });
-        return Ok(Some([of_queries?, of_keys?, of_values?]));
-    }
-    if !AttentionGradient::fits(&padded.kernel, &q_shape, &k_shape) {
+    let in_one = one.fits(&q_shape, &k_shape);
+    if !in_one && !AttentionGradient::fits(&padded.kernel, &q_shape, &k_shape) {
         return Ok(None);
     }
+    let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
+    let [k, v] = [k, v].map(|x| padded.keys(b, x));
+    let operands = [q?, k?, v?, y?, gradient?];
+    match in_one {
+        true => gradients_of_one(b, &padded, one, operands).map(Some),
+        false => gradients_of_two(b, &padded, operands).map(Some),
+    }
+}
+
+/// The gradients of q, k and v by one kernel; the operands have their padding.
+fn gradients_of_one(
+    b: &Builder,
+    padded: &Padded,
+    kernel: AttentionGradients,
+    operands: [Tensor; 5],
+) -> Result<[Tensor; 3]> {
+    let [queries, keys] = padded.all;
+    let found = b.push(Op::CustomCall(Arc::new(kernel)), &operands)?;
+    let rows = [
+        (0, queries, padded.queries),
+        (queries, queries + keys, padded.keys),
+        (queries + keys, queries + 2 * keys, padded.keys),
+    ];
+    let [of_queries, of_keys, of_values] = rows.map(|(start, end, length)| {
+        let own = b.slice_dim(found, 1, start, end)?;
+        padded.cut(b, own, length)
+    });
+    Ok([of_queries?, of_keys?, of_values?])
+}
+
+/// The same by two kernels.
+fn gradients_of_two(
+    b: &Builder,
+    padded: &Padded,
+    [q, k, v, y, gradient]: [Tensor; 5],
+) -> Result<[Tensor; 3]> {
+    let [batch, columns] = [padded.batch, padded.columns()];
+    let [queries, keys] = padded.all;
     let call = |side: Side, operands: &[Tensor]| {
         let of = padded.kernel.clone();
         b.push(
@@ -271,5 +292,5 @@ fn attention_gradients(
     let found = call(Side::Keys, &[k, v, q, gradient, statistics])?;
     let [of_keys, of_values] =
         [0, 1].map(|which| padded.cut(b, half(found, Side::Keys, keys, which)?, padded.keys));
-    Ok(Some([of_queries, of_keys?, of_values?]))
+    Ok([of_queries, of_keys?, of_values?])
 }
