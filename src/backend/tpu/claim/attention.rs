@@ -12,9 +12,14 @@ use super::super::attention_gradient::STATISTICS;
 use super::super::{Attention, AttentionGradient, AttentionGradients, Features, Side};
 use super::{Result, pad_to};
 
-/// Keys from which an attention that is trained is the kernels'. By simulation of 4,096 queries of 10 heads of 64 on v5e, attention and
-/// its derivative take 2.56 ms with 4,096 keys, and 9.25 as the compiler's operations; with 77 keys 0.226 and 0.207.
+/// Keys from which an attention that is trained is the kernels', whatever its queries and heads are.
 const LEAST_KEYS_TRAINED: usize = 256;
+/// Keys from which it is with [`MANY_QUERIES`] and heads that fill registers: 77 keys are padded to 128, and pay where little else is
+/// copied. Attention of 4,096 queries of 10 heads of 64 and its derivative are predicted at 0.155 ms on v5e, 0.082 on v5p and 0.097
+/// on v6e, and as the compiler's operations at 0.207, 0.137 and 0.112; 256 queries of 20 heads at 0.028 and 0.024 on v6e; 4,096
+/// queries of 8 heads of 40, which have to be padded, at 0.248 and 0.104 on v5e.
+const FEWEST_KEYS_TRAINED: usize = 64;
+const MANY_QUERIES: usize = 1024;
 
 /// The gradients of attention's operands that were found so far.
 pub(super) struct Gradients<'g> {
@@ -64,18 +69,32 @@ pub(super) fn attention_or_gradient<'g>(
     }
 }
 
-/// Whether [`super::claim_training`] may take a composite: attention to [`LEAST_KEYS_TRAINED`] keys and more whose products are not
-/// quantized, and its derivative.
+/// Whether [`super::claim_training`] may take a composite: attention whose products are not quantized and that the kernels compute
+/// faster, and its derivative.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     let is_attention = match kind {
         Composite::Attention { causal: false } => true,
         Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),
         _ => false,
     };
-    let keys = body.inputs.get(1).and_then(|k| k.shape.dims.get(1));
-    is_attention
-        && keys.is_some_and(|keys| *keys >= LEAST_KEYS_TRAINED)
-        && !has_quantized_products(body)
+    is_attention && is_faster_in_training(body) && !has_quantized_products(body)
+}
+
+/// Whether the kernels compute an attention and its derivative faster than the compiler's operations, by the inputs of its body.
+fn is_faster_in_training(body: &Graph) -> bool {
+    let [q, k, v, ..] = &body.inputs[..] else {
+        return false;
+    };
+    let (Some(&queries), Some(&keys)) = (q.shape.dims.get(1), k.shape.dims.get(1)) else {
+        return false;
+    };
+    match keys {
+        LEAST_KEYS_TRAINED.. => true,
+        FEWEST_KEYS_TRAINED.. if queries >= MANY_QUERIES => {
+            Padded::of([&q.shape, &k.shape, &v.shape]).is_some_and(|of| !of.has_padded_heads())
+        }
+        _ => false,
+    }
 }
 
 /// How the kernel of an attention has its operands.
