@@ -29,11 +29,12 @@ use super::simulator_child::{SimulationError, SimulatorChild};
 /// rates, but at least one, and once more another.
 const MOST_CYCLES: f64 = 10_000.0;
 
-/// If all steps of the last dimension take more than this, some of them are simulated, and a step of the others counts as so many
-/// of the last. Such are convolutions, each part of which takes ten seconds and more to compile and simulate, however small. Of an
-/// attention's eight, two said 8 % less than all. The gradients of an attention with 82,000 took six minutes, and more memory than a
-/// machine of 24 GB had.
-const MOST_CYCLES_OF_LAST: f64 = 75_000.0;
+/// If all steps of the last dimension compute more than this, or wait longer for HBM, some of them are simulated, and a step of the others
+/// counts as so many of the last. Such are convolutions, each part of which takes ten seconds and more to compile and simulate,
+/// however small. Of an attention's eight, two said 8 % less than all. The gradients of an attention with 2e10 took six minutes on a
+/// v5p, and more memory than a machine of 24 GB had. That is the same for chips of other peak rates: what is simulated are instructions.
+const MOST_FLOPS_OF_LAST: f64 = 1e10;
+const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
 
 /// What the simulation of a kernel told.
 #[derive(Debug, Clone, Copy)]
@@ -89,9 +90,11 @@ impl ChipSimulator {
         };
         let whole = grid_of(&call.code.text);
         let cores = chip.cores_per_device();
-        let least = product_cycles(chip, call).max(hbm_cycles(chip, call));
+        let hbm = hbm_cycles(chip, call);
+        let least = product_cycles(chip, call).max(hbm);
+        let work = (call.flops as f64 / MOST_FLOPS_OF_LAST).max(hbm / MOST_HBM_CYCLES_OF_LAST);
         let parts = whole.and_then(|whole| {
-            let parts = whole.parts(least, cores)?;
+            let parts = whole.parts(least, work, cores)?;
             Some((whole, parts))
         });
         let Some((whole, parts)) = parts else {
@@ -186,10 +189,10 @@ impl Grid {
         self.outer.iter().product()
     }
 
-    /// The parts that are simulated in place of the whole, which takes `cycles` at least: a small one that
-    /// keeps all `cores` busy and one that has more steps, if there is room, from which [`Grid::extrapolated`] tells what a step takes.
-    /// `None` where that is the whole.
-    fn parts(&self, cycles: f64, cores: u64) -> Option<Vec<Grid>> {
+    /// The parts that are simulated in place of the whole, which takes `cycles` at least and is `work` times what may be simulated
+    /// of the last dimension: a small one that keeps all `cores` busy and one that has more steps, if there is room, from which
+    /// [`Grid::extrapolated`] tells what a step takes. `None` where that is the whole.
+    fn parts(&self, cycles: f64, work: f64, cores: u64) -> Option<Vec<Grid>> {
         if cycles <= MOST_CYCLES {
             return None;
         }
@@ -212,7 +215,7 @@ impl Grid {
             true => (cores as f64, 1),
             false => (1.0, cores),
         };
-        let parts = if outer_cycles <= MOST_CYCLES_OF_LAST {
+        let parts = if work <= self.outer_steps() as f64 {
             let mut steps = (MOST_CYCLES / outer_cycles).max(outer);
             let part = with(steps, self.last);
             let mut more = part.clone();
@@ -358,7 +361,7 @@ mod tests {
 
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let parts = |whole: &Grid, cycles| whole.parts(cycles, 1);
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / 75_000.0, 1);
         // Small enough.
         assert_eq!(parts(&grid(&[2, 5], 8), 10_000.0), None);
         // One of ten is more than is simulated at least.
@@ -380,7 +383,7 @@ mod tests {
 
     #[test]
     fn parts_keep_two_cores_busy() {
-        let parts = |whole: &Grid, cycles| whole.parts(cycles, 2);
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / 75_000.0, 2);
         let found = parts(&grid(&[2, 5], 8), 240_000.0).unwrap();
         assert_eq!(found, [grid(&[1, 2], 8), grid(&[1, 4], 8)]);
         // Steps of the last dimension are shared where there are no others.
@@ -403,7 +406,7 @@ mod tests {
         ];
         for (whole, cores) in wholes.iter().flat_map(|whole| [(whole, 1), (whole, 2)]) {
             for cycles in [4e4, 2e5, 1e6] {
-                let Some(parts) = whole.parts(cycles, cores) else {
+                let Some(parts) = whole.parts(cycles, cycles / 75_000.0, cores) else {
                     continue;
                 };
                 // Parts with as many outer steps do not tell what these take of their own.
