@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / 75_000.0, 1);
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / MOST_HBM_CYCLES_OF_LAST, 1);
         // Small enough.
         assert_eq!(parts(&grid(&[2, 5], 8), 10_000.0), None);
         // One of ten is more than is simulated at least.
@@ -376,6 +376,9 @@ mod tests {
         assert_eq!(found, [grid(&[1], 1), grid(&[2], 1)]);
         let found = parts(&grid(&[], 64), 1e6).unwrap();
         assert_eq!(found, [grid(&[], 1), grid(&[], 2)]);
+        // On a faster chip as much work takes fewer cycles, and as long to simulate.
+        let found = grid(&[5], 8).parts(205_000.0, 10.7, 1).unwrap();
+        assert_eq!(found, [grid(&[1], 1), grid(&[1], 2)]);
         // No part is smaller than the whole.
         assert_eq!(parts(&grid(&[1], 1), 1e6), None);
         assert_eq!(parts(&grid(&[2], 1), 1e6), None);
@@ -383,7 +386,7 @@ mod tests {
 
     #[test]
     fn parts_keep_two_cores_busy() {
-        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / 75_000.0, 2);
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, cycles / MOST_HBM_CYCLES_OF_LAST, 2);
         let found = parts(&grid(&[2, 5], 8), 240_000.0).unwrap();
         assert_eq!(found, [grid(&[1, 2], 8), grid(&[1, 4], 8)]);
         // Steps of the last dimension are shared where there are no others.
@@ -406,7 +409,8 @@ mod tests {
         ];
         for (whole, cores) in wholes.iter().flat_map(|whole| [(whole, 1), (whole, 2)]) {
             for cycles in [4e4, 2e5, 1e6] {
-                let Some(parts) = whole.parts(cycles, cycles / 75_000.0, cores) else {
+                let Some(parts) = whole.parts(cycles, cycles / MOST_HBM_CYCLES_OF_LAST, cores)
+                else {
                     continue;
                 };
                 // Parts with as many outer steps do not tell what these take of their own.

@@ -12,7 +12,7 @@ struct Sum {
 }
 
 impl Sum {
-    /// Adds the products of the elements at `l` and more of `lhs` and at `r` and more of `rhs`, for each pair of `steps` from there.
+    /// Adds the products of the elements at `l + i` of `lhs` and at `r + j` of `rhs`, for each pair `[i, j]` of `steps`.
     ///
     /// Tests spend most of their own time here, without optimizations: a loop by index over slices takes a fifth of what iterators
     /// take.

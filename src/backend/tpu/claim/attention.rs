@@ -18,7 +18,7 @@ const LEAST_KEYS_TRAINED: usize = 256;
 /// copied. Attention of 4,096 queries of 10 heads of 64 and its derivative are predicted at 0.155 ms on v5e, 0.082 on v5p and 0.097
 /// on v6e, and as the compiler's operations at 0.207, 0.137 and 0.112; 256 queries of 20 heads at 0.028 and 0.024 on v6e; 4,096
 /// queries of 8 heads of 40, which have to be padded, at 0.248 and 0.104 on v5e.
-const FEWEST_KEYS_TRAINED: usize = 64;
+const LEAST_KEYS_OF_MANY_QUERIES: usize = 64;
 const MANY_QUERIES: usize = 1024;
 
 /// The gradients of attention's operands that were found so far.
@@ -90,7 +90,7 @@ fn is_faster_in_training(body: &Graph) -> bool {
     };
     match keys {
         LEAST_KEYS_TRAINED.. => true,
-        FEWEST_KEYS_TRAINED.. if queries >= MANY_QUERIES => {
+        LEAST_KEYS_OF_MANY_QUERIES.. if queries >= MANY_QUERIES => {
             Padded::of([&q.shape, &k.shape, &v.shape]).is_some_and(|of| !of.has_padded_heads())
         }
         _ => false,
