@@ -51,7 +51,7 @@ fn a_report_outlives_its_bundle() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
-/// What `int8_where_faster` leaves in float is told, is less for more rows, and is known of TPUs alone.
+/// What `int8_where_faster` leaves in float is told, is less for more rows, on GPUs is all convolutions, and is not known of CPUs.
 #[test]
 fn int8_stays_where_it_is_faster() {
     let lower = |args: &[&str]| {
@@ -87,11 +87,19 @@ fn int8_stays_where_it_is_faster() {
     assert!(!slower.is_empty());
     assert_eq!(slower.iter().filter(fills_no_tile).count(), slower.len());
 
+    let report = json(&lower(&["compile_topology=h100", "--step=denoise"]));
+    let slower = report["slower_in_int8"].as_array().unwrap();
+    let convolutions = slower
+        .iter()
+        .filter(|product| product["is_convolution"] == true);
+    // Those of Stable Diffusion 1.5's UNet but the first and last, which are float in any case.
+    assert_eq!((slower.len(), convolutions.count()), (96, 96));
+
     let output = lower(&["hardware=cpu"]);
     assert_eq!(output.status.code(), Some(2));
     let error = text(&output.stderr);
     assert!(
-        error.contains("known of TPUs alone, and this program is for a CPU"),
+        error.contains("known of TPUs and GPUs alone, and this program is for a CPU"),
         "{error}"
     );
 }

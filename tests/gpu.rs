@@ -15,7 +15,7 @@ use crate::tpu_kernels::{attention_layer, calls, distance};
 const HOPPER: Features = Features { largest_head: 256 };
 
 fn claimed(graph: &Graph) -> Graph {
-    claim(graph, HOPPER).unwrap()
+    claim(graph, Some(HOPPER), 1).unwrap()
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn heads_that_cudnn_does_not_take_stay_as_they_are() {
     }
     let ampere = Features::of_compute_capability("8.0").unwrap();
     let graph = attention_layer([1, 1, 8, 8, 160], false);
-    assert_eq!(calls(&claim(&graph, ampere).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, Some(ampere), 1).unwrap()), 0);
     assert_eq!(Features::of_compute_capability("9.0"), Some(HOPPER));
     for older in ["7.5", "", "x.1"] {
         assert_eq!(Features::of_compute_capability(older), None, "{older}");

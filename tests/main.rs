@@ -19,6 +19,7 @@ mod foreign;
 mod full_width;
 mod generate;
 mod gpu;
+mod gpu_rows;
 mod kernel_calls;
 mod kernels;
 mod layouts;

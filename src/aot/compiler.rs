@@ -456,8 +456,8 @@ fn open(
 pub fn compiler_for_one(
     accelerator: &Accelerator,
 ) -> Result<impl Fn(&str) -> Result<Executable, AotError>, AotError> {
-    let (topology, _) = open(accelerator, &accelerator.create_options(1)?)?;
-    let options = CompileOptions::new(1, 1);
+    let (topology, installed) = open(accelerator, &accelerator.create_options(1)?)?;
+    let options = CompileOptions::new(1, 1).with_cuda_data_dir(installed.cuda_data_dir.as_deref());
     Ok(move |stablehlo: &str| Ok(topology.compile(stablehlo, &options)?))
 }
 

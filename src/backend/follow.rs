@@ -55,6 +55,25 @@ pub(super) fn scale(
     Some((user, scale))
 }
 
+/// Whether the only use of node `product`, in `f32`, is that it is multiplied, once or more, and rounded to bf16, perhaps after
+/// something is added.
+pub(super) fn is_rounded_when_scaled(
+    graph: &Graph,
+    users: &[Vec<Option<usize>>],
+    product: usize,
+) -> bool {
+    let mut at = product;
+    while let [Some(user)] = users[at][..] {
+        match graph.nodes[user].op {
+            Op::Binary(Binary::Mul) => at = user,
+            Op::Binary(Binary::Add) if at != product => at = user,
+            Op::Convert(DType::BF16) => return at != product,
+            _ => return false,
+        }
+    }
+    false
+}
+
 /// What is a product's only use: a bias, and rounding to bf16.
 pub(super) struct Followed {
     /// The last node of them; the product itself where nothing follows it.

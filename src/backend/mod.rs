@@ -27,6 +27,8 @@ pub enum Backend {
         /// `None` where no library's calls may be used: they are planned on the GPU itself, so for one that is not here there
         /// are none.
         features: Option<gpu::Features>,
+        /// Whether this program's kernels may be used.
+        kernels: bool,
     },
     Tpu {
         /// Whether this program's kernels may be used.
@@ -53,7 +55,10 @@ impl Backend {
                 kernels: true,
                 features,
             },
-            _ => Backend::Gpu { features: gpu },
+            _ => Backend::Gpu {
+                features: gpu,
+                kernels: gpu.is_some(),
+            },
         }
     }
 
@@ -61,7 +66,7 @@ impl Backend {
     pub fn splits_kernels(&self) -> bool {
         match self {
             Backend::Tpu { kernels, .. } => *kernels,
-            Backend::Gpu { features } => features.is_some(),
+            Backend::Gpu { kernels, .. } => *kernels,
             Backend::Cpu { .. } => false,
         }
     }
@@ -74,7 +79,10 @@ impl Backend {
                 kernels: false,
                 features,
             },
-            Backend::Gpu { .. } => Backend::Gpu { features: None },
+            Backend::Gpu { .. } => Backend::Gpu {
+                features: None,
+                kernels: false,
+            },
         }
     }
 
@@ -113,10 +121,11 @@ impl Backend {
                 features,
             } => tpu::claim(graph, *features, parts).map(Cow::Owned),
             Backend::Gpu {
-                features: Some(features),
-            } => gpu::claim(graph, *features).map(Cow::Owned),
+                features,
+                kernels: true,
+            } => gpu::claim(graph, *features, parts).map(Cow::Owned),
             Backend::Cpu { kernels: false }
-            | Backend::Gpu { features: None }
+            | Backend::Gpu { kernels: false, .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
         }
     }
@@ -191,6 +200,20 @@ impl Backend {
             Backend::Cpu { .. } => cpu::rewrite(&graph),
             Backend::Gpu { .. } => gpu::rewrite(&graph),
             Backend::Tpu { .. } => Ok(graph),
+        }
+    }
+
+    /// The graph of a program of one device, of which composites are inlined, with this backend's kernels in place of groups of
+    /// operations.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn fuse(&self, graph: Graph) -> Result<Graph, GraphError> {
+        match self {
+            Backend::Gpu { kernels: true, .. } => gpu::fuse(&graph),
+            Backend::Cpu { .. } | Backend::Gpu { kernels: false, .. } | Backend::Tpu { .. } => {
+                Ok(graph)
+            }
         }
     }
 

@@ -383,7 +383,7 @@ schema! {
         /// Multiply in int8 or fp8 in the derivatives of convolutions too, as products of patches; otherwise those of dots alone.
         quantization_convolution_gradients: bool = false, Ours, TRAIN_STEP, when WEIGHT_GRADIENTS, is [FixedOnResume];
         /// Leave in bfloat16 what int8 does not make faster on the chip at hand, by the time that rounding takes and the product
-        /// saves. Known of TPUs alone; `compile` lists what stays.
+        /// saves: known of TPUs, and on GPUs all convolutions. `compile` lists what stays.
         int8_where_faster: bool = false, Ours, ANY_PROGRAM, when INT8, is [FixedOnResume];
         /// Round as the mode does, but multiply in float, on any device: what a mode does to quality, where the chip has no
         /// units for it. It saves no time. Also for checkpoints that are quantized.

@@ -324,13 +324,20 @@ impl Emitter<'_> {
             Op::CustomCall(call) => {
                 let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
                 let call = call.as_ref();
-                if call.in_place() > 0 {
-                    let results = call.in_place();
-                    let types = operand_types[..results].join(", ");
-                    let signature = format!("({}) -> ({types})", operand_types.join(", "));
-                    let layouts: Vec<Vec<usize>> =
-                        shapes[..results].iter().map(|s| row_major(s)).collect();
+                let others = call.others();
+                let results: Vec<&Shape> = match call.in_place() {
+                    0 if others.is_empty() => Vec::new(),
+                    0 => [&node.shape].into_iter().chain(&others).collect(),
+                    count => shapes[..count].to_vec(),
+                };
+                if !results.is_empty() {
+                    let types = results.iter().map(|shape| self.types.of(shape));
+                    let types: Vec<Rc<str>> = types.collect();
+                    let signature =
+                        format!("({}) -> ({})", operand_types.join(", "), types.join(", "));
+                    let layouts: Vec<Vec<usize>> = results.iter().map(|s| row_major(s)).collect();
                     let line = custom_call(call, &all, &shapes, &layouts, &signature);
+                    let results = results.len();
                     let location = self.location(scope, op);
                     let _ = writeln!(
                         self.text,
@@ -593,10 +600,12 @@ fn custom_call(
     let config = match call.configuration(shapes) {
         Configuration::Attributes(attributes) => {
             let attributes = attributes.into_iter().map(|(name, value)| match value {
+                Attribute::I32(value) => format!("{name} = {value} : i32"),
                 Attribute::I64(value) => format!("{name} = {value} : i64"),
                 Attribute::F32(value) => {
                     format!("{name} = {:#010x} : f32", value.to_bits())
                 }
+                Attribute::Text(text) => format!("{name} = \"{}\"", escaped(&text)),
             });
             let attributes: Vec<String> = attributes.collect();
             format!(
@@ -605,8 +614,7 @@ fn custom_call(
             )
         }
         Configuration::Text(text) => {
-            let text = text.replace('\\', "\\5C").replace('"', "\\22");
-            format!("backend_config = \"{text}\"")
+            format!("backend_config = \"{}\"", escaped(&text))
         }
     };
     let in_place = (0..call.in_place()).map(|i| {
@@ -630,6 +638,12 @@ fn custom_call(
         list(shapes.iter().map(|s| layout(&row_major(s)))),
         list(results.iter().map(|r| layout(r))),
     )
+}
+
+/// The text within a string of MLIR.
+fn escaped(text: &str) -> String {
+    let text = text.replace('\\', "\\5C").replace('"', "\\22");
+    text.replace('\n', "\\0A")
 }
 
 fn compare_type(dtype: DType) -> &'static str {

@@ -46,6 +46,11 @@ pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
         (Op::While { body, .. }, Some(carry)) => changed(body)
             .map(|at| part_of(graph.nodes[i].operands[at] as usize, &carry[at]))
             .fold(0, u64::saturating_add),
+        (Op::CustomCall(call), _) => {
+            let others = call.others();
+            let others = others.iter().map(|shape| shape.bytes() as u64);
+            others.fold(part_of(i, &parts.nodes[i]), u64::saturating_add)
+        }
         _ => part_of(i, &parts.nodes[i]),
     };
     let mut freed: Vec<Vec<usize>> = vec![Vec::new(); graph.nodes.len() + 1];

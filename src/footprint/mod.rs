@@ -221,9 +221,11 @@ mod tests {
             mesh: &mesh,
             rules: &rules,
         };
-        let program =
-            LoweredProgram::whole("p", &b.finish(), Backend::Gpu { features: None }, &options)
-                .unwrap();
+        let backend = Backend::Gpu {
+            features: None,
+            kernels: false,
+        };
+        let program = LoweredProgram::whole("p", &b.finish(), backend, &options).unwrap();
         let fit = Fit {
             mesh: &mesh,
             rules: &rules,

@@ -126,7 +126,11 @@ fn of_operands(graph: &Graph, node: &Node, parts: &[Vec<usize>]) -> Vec<usize> {
         }
         Op::GetTupleElement(at) => {
             let tuple = &graph.nodes[node.operands[0] as usize];
-            return parts[tuple.operands[*at] as usize].clone();
+            return match &tuple.op {
+                // Programs of several devices have no such calls.
+                Op::CustomCall(call) if !call.others().is_empty() => result,
+                _ => parts[tuple.operands[*at] as usize].clone(),
+            };
         }
         // Elementwise operations, and others that keep some dimensions.
         _ => {

@@ -11,10 +11,12 @@ use super::InferError;
 use super::eval::Value;
 
 /// An attribute of a kernel's call.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Attribute {
+    I32(i32),
     I64(i64),
     F32(f32),
+    Text(String),
 }
 
 /// What a call tells its kernel besides the operands and the result.
@@ -66,11 +68,16 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The configuration of a call with these operands, which fit the kernel.
     fn configuration(&self, operands: &[&Shape]) -> Configuration;
 
-    /// The shape of the result.
+    /// The shape of the result; the first of several.
     ///
     /// # Errors
     /// When the operands do not fit the kernel.
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError>;
+
+    /// The shapes of the results after the first, in memory of their own.
+    fn others(&self) -> Vec<Shape> {
+        Vec::new()
+    }
 
     /// Operations of products: multiply-adds times two.
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64;

@@ -18,6 +18,7 @@ mod init;
 mod op;
 pub(crate) mod patches;
 pub mod random;
+mod repeats;
 mod rewrite;
 mod roll;
 pub mod scopes;

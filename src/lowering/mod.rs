@@ -15,7 +15,7 @@ use crate::backend::Backend;
 use crate::graph::{
     Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stacked, stage,
 };
-use crate::quant::{self, QuantError, Slower, keep_where_faster};
+use crate::quant::{self, Product, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
 /// Why a program could not be lowered.
@@ -32,10 +32,10 @@ pub enum LowerError {
     )]
     NoEqualBlocks { program: String },
     #[error(
-        "int8_where_faster=True: which products int8 makes faster is known of TPUs alone, and this program is for {target}; \
+        "int8_where_faster=True: what int8 makes faster is known of TPUs and GPUs alone, and this program is for a CPU; \
          leave int8_where_faster out, or name layers with quant_rules"
     )]
-    NoTimes { target: &'static str },
+    NoTimes,
 }
 
 /// The devices that programs are lowered for.
@@ -164,7 +164,11 @@ pub fn lower(
                 graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
-            (stage(&graph, &traced.request())?, slower)
+            let mut staged = stage(&graph, &traced.request())?;
+            if options.mesh.num_devices() == 1 {
+                staged.step = kernels.fuse(staged.step)?;
+            }
+            (staged, slower)
         }
         Some(update) => {
             let scan = shortest_scan(traced, backend);
@@ -218,7 +222,11 @@ pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
         return Ok(flops(&traced.graph));
     };
     // Without kernels, which only some backends have.
-    let (graph, _) = trained(traced, update, Backend::Gpu { features: None }, None, None)?;
+    let backend = Backend::Gpu {
+        features: None,
+        kernels: false,
+    };
+    let (graph, _) = trained(traced, update, backend, None, None)?;
     Ok(flops(&graph))
 }
 
@@ -248,13 +256,17 @@ fn quantize<'g>(
     };
     let (mut graph, mut slower) = (graph, Vec::new());
     if let Some(target) = target.filter(|_| policy.where_faster) {
-        let (kernels, features) = match target.backend {
-            Backend::Tpu { kernels, features } => (kernels, features),
-            Backend::Cpu { .. } => return Err(LowerError::NoTimes { target: "a CPU" }),
-            Backend::Gpu { .. } => return Err(LowerError::NoTimes { target: "a GPU" }),
-        };
+        let backend = target.backend;
+        if let Backend::Cpu { .. } = backend {
+            return Err(LowerError::NoTimes);
+        }
         let prepared = traced.update.is_none();
-        let pays = |product: &_| features.int8_is_faster(product, kernels);
+        let pays = |product: &Product| match backend {
+            Backend::Tpu { kernels, features } => features.int8_is_faster(product, kernels),
+            // There convolutions of integers are ones of bf16.
+            Backend::Gpu { .. } => !product.is_convolution,
+            Backend::Cpu { .. } => false,
+        };
         slower = keep_where_faster(graph.to_mut(), target.parts, prepared, &pays);
         tracing::info!(
             "{}: {} products stay in float, which int8 does not make faster",

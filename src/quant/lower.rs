@@ -638,7 +638,10 @@ fn scale_of_kept(b: &Builder, integers: &Integers, kept: &[usize]) -> Result<Ten
 
 /// `lhs rhs`, times the scales that follow it in `operands`, in `result`. Integers accumulate in `s32`, 8-bit floats in
 /// `f32`, in which they are also scaled; where one operand is float, what the other is stored as is converted to its type.
-fn scaled_product(
+///
+/// # Errors
+/// When the operands do not fit the contraction, or a scale is missing.
+pub fn scaled_product(
     b: &Builder,
     operands: &[Tensor],
     contraction: &Contraction,

@@ -127,7 +127,10 @@ pub fn lowering_target(
             kernels: mesh.num_devices() == 1,
             features: Features::UNKNOWN,
         },
-        (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu { features: None },
+        (None, hardware @ (Hardware::Gpu | Hardware::Auto)) => Backend::Gpu {
+            features: None,
+            kernels: hardware == Hardware::Gpu,
+        },
     };
     Ok((mesh, backend))
 }

@@ -108,7 +108,10 @@ impl Accelerator {
                 kernels: true,
                 features: self.chip.features(),
             },
-            Platform::Gpu => Backend::Gpu { features: None },
+            Platform::Gpu => Backend::Gpu {
+                features: None,
+                kernels: true,
+            },
         }
     }
 

@@ -1,7 +1,10 @@
 //! XLA's GPU backend, and the calls of NVIDIA's libraries that its compiler knows.
 
 mod attention;
+mod products;
 mod rewrite;
+mod rows;
+mod triton;
 
 use std::sync::Arc;
 
@@ -10,6 +13,7 @@ use crate::graph::{Composite, Graph, GraphError, Op, Tensor};
 
 pub use attention::FusedAttention;
 pub use rewrite::{rewrite, rewrite_training};
+pub use rows::{RowKernel, fuse};
 
 /// What a GPU has for this program's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,11 +42,19 @@ impl Features {
 /// and 13 for the parts.
 pub(super) const COMPILER_SWITCHES: [(&str, &str); 1] = [("xla_gpu_dot_merger_threshold_mb", "0")];
 
-/// The graph with cuDNN's fused attention in place of attention in bf16 without masks.
+/// The graph with one product in place of those of 8 bits before an attention, if the program has one part of the batch and weights
+/// whole, and, where the GPU has `features`, cuDNN's fused attention in place of attention in bf16 without masks.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim(graph: &Graph, features: Features) -> Result<Graph, GraphError> {
+pub fn claim(graph: &Graph, features: Option<Features>, parts: usize) -> Result<Graph, GraphError> {
+    let graph = match parts {
+        1 => products::join_attention_products(graph)?,
+        _ => graph.clone(),
+    };
+    let Some(features) = features else {
+        return Ok(graph);
+    };
     graph.substitute(&mut |b, i, copies| {
         let node = &graph.nodes[i];
         let Op::Composite {

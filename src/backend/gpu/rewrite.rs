@@ -15,6 +15,9 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// and twice the bytes, and a product would store its sums in twice the bytes for another pass to round. For that reason convolutions
 /// also give bf16 where their sums are scaled before they are rounded, as with weights of one scale a channel.
 ///
+/// Products of 8 bits whose sums are scaled and rounded to bf16 round them before they are scaled too: half as many bytes are then
+/// stored, for the next pass to read.
+///
 /// Convolutions of 8 bits multiply the same numbers in bf16, which holds them, and give their sums in bf16. cuDNN has no
 /// convolution of integers that gives `s32`, so XLA would widen both operands to `f32`; with those of fp8, programs were not compiled
 /// after minutes. XLA would join the conversions from fp8 with the convolution into one of fp8 again, but for a barrier between them.
@@ -45,7 +48,36 @@ pub fn rewrite(graph: &Graph) -> Result<Graph> {
         }
         _ => Ok(None),
     })?;
-    with_rounded_sums(&graph, |_| true)
+    with_rounded_sums(&with_narrow_sums(&graph)?, |_| true)
+}
+
+/// The graph in which the sums of products of 8 bits are bf16 where they are rounded to it after they are scaled.
+fn with_narrow_sums(graph: &Graph) -> Result<Graph> {
+    let users = follow::users(graph);
+    let of_8_bits = |node: &Node, sums: DType| {
+        let is_narrow = |operand: &u32| graph.nodes[*operand as usize].shape.dtype.bits() == 8;
+        matches!(node.op, Op::DotGeneral { quant: None, .. })
+            && node.shape.dtype == sums
+            && node.operands.iter().all(is_narrow)
+    };
+    graph.substitute(&mut |b, i, copies| {
+        let node = &graph.nodes[i];
+        let operand = |at: usize| node.operands[at] as usize;
+        let is_rounded = || follow::is_rounded_when_scaled(graph, &users, i);
+        let sums = match &node.op {
+            Op::DotGeneral { dims, .. } if of_8_bits(node, DType::F32) && is_rounded() => {
+                let [lhs, rhs] = [0, 1].map(|at| copies[operand(at)]);
+                b.dot_general(lhs, rhs, dims.clone(), DType::BF16)?
+            }
+            Op::Convert(DType::F32)
+                if of_8_bits(&graph.nodes[operand(0)], DType::S32) && is_rounded() =>
+            {
+                b.convert(copies[operand(0)], DType::BF16)?
+            }
+            _ => return Ok(None),
+        };
+        b.convert(sums, DType::F32).map(Some)
+    })
 }
 
 /// Whether this is another type of at most 8 bits, of which bf16 holds every value.

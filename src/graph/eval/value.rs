@@ -104,7 +104,7 @@ impl Value {
     }
 
     /// Rounds and wraps every element to the element type.
-    pub(super) fn rounded(mut self) -> Value {
+    pub fn rounded(mut self) -> Value {
         let dtype = self.shape.dtype;
         match &mut self.data {
             Data::F(v) => v.iter_mut().for_each(|x| *x = round_float(dtype, *x)),
