@@ -74,7 +74,7 @@ fn rows_of(body: &Graph) -> Vec<usize> {
     reduction.map_or_else(Vec::new, |node| node.shape.dims.clone())
 }
 
-/// The kernel of a group's graph; `None` if an operation is none of a kernel's.
+/// The kernel of a group's graph; `None` if an operation is none of a kernel's, or places in its arrays are more than 32 bits count.
 pub(super) fn kernel(body: &Graph) -> Option<Kernel> {
     let rows = rows_of(body);
     let widest = body
@@ -83,13 +83,14 @@ pub(super) fn kernel(body: &Graph) -> Option<Kernel> {
         .filter(|node| node.shape.rank() == rows.len() + 1);
     let widest = widest.filter_map(|node| node.shape.dims.last()).max();
     let widest = widest.copied().unwrap_or(1);
+    let count: usize = rows.iter().product();
+    i32::try_from(count.checked_mul(widest)?).ok()?;
     let mut share = MOST_ROWS;
     // Rows of a program are of one entry of what is the same for some of the rows.
     let entry = rows.last().copied().unwrap_or(1);
     while share > 1 && (share * widest > ELEMENTS || !entry.is_multiple_of(share)) {
         share /= 2;
     }
-    let count: usize = rows.iter().product();
     let warps = match share * widest < MANY_ELEMENTS {
         true => WARPS,
         false => MOST_WARPS,

@@ -46,72 +46,17 @@ pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
 
 type Fused = (Group, Arc<RowKernel>);
 
-/// A node that stays as it is, or a group.
-#[derive(Clone, Copy)]
-enum Unit {
-    Node(usize),
-    Group(usize),
-}
-
 /// The graph with calls in place of the groups. Nodes keep their order where the calls allow it.
 fn with_kernels(graph: &Graph, groups: &[Fused]) -> Graph {
-    let live = graph.live_nodes();
-    let mut unit_of: Vec<usize> = Vec::with_capacity(graph.nodes.len());
-    let mut units: Vec<Unit> = (0..groups.len()).map(Unit::Group).collect();
-    let mut group_of: HashMap<usize, usize> = HashMap::new();
-    for (number, (group, _)) in groups.iter().enumerate() {
-        group_of.extend(group.members.iter().map(|member| (*member, number)));
-    }
-    for i in 0..graph.nodes.len() {
-        unit_of.push(group_of.get(&i).copied().unwrap_or_else(|| {
-            units.push(Unit::Node(i));
-            units.len() - 1
-        }));
-    }
-    let operands = |unit: &Unit| -> Vec<usize> {
-        match unit {
-            Unit::Node(i) => (graph.nodes[*i].operands.iter())
-                .map(|operand| unit_of[*operand as usize])
-                .collect(),
-            Unit::Group(number) => (groups[*number].0.inputs.iter())
-                .map(|input| unit_of[*input])
-                .collect(),
-        }
-    };
-    let mut waits: Vec<usize> = Vec::with_capacity(units.len());
-    let mut readers: Vec<Vec<usize>> = vec![Vec::new(); units.len()];
-    for (at, unit) in units.iter().enumerate() {
-        let operands = operands(unit);
-        waits.push(operands.len());
-        operands
-            .iter()
-            .for_each(|operand| readers[*operand].push(at));
-    }
-    let place = |at: usize| match units[at] {
-        Unit::Node(i) => i,
-        Unit::Group(number) => groups[number].0.outputs[0],
-    };
-    let ready = (0..units.len()).filter(|at| waits[*at] == 0);
-    let mut ready: BinaryHeap<Reverse<(usize, usize)>> =
-        ready.map(|at| Reverse((place(at), at))).collect();
     let mut copied = Copied {
         graph,
         nodes: Vec::with_capacity(graph.nodes.len()),
         places: vec![0; graph.nodes.len()],
     };
-    while let Some(Reverse((_, at))) = ready.pop() {
-        match units[at] {
-            Unit::Node(i) if live[i] || matches!(graph.nodes[i].op, Op::Parameter(_)) => {
-                copied.node(i);
-            }
-            Unit::Node(_) => {}
+    for unit in Units::new(graph, groups).in_order() {
+        match unit {
+            Unit::Node(i) => copied.node(i),
             Unit::Group(number) => copied.group(&groups[number]),
-        }
-        for reader in &readers[at] {
-            waits[*reader] -= 1;
-            if waits[*reader] == 0 {
-                ready.push(Reverse((place(*reader), *reader)));
-            }
         }
     }
     let mut outputs = graph.outputs.clone();
@@ -123,6 +68,113 @@ fn with_kernels(graph: &Graph, groups: &[Fused]) -> Graph {
         inputs: graph.inputs.clone(),
         outputs,
         scopes: graph.scopes.clone(),
+    }
+}
+
+/// A node that stays as it is, or a group.
+#[derive(Clone, Copy)]
+enum Unit {
+    Node(usize),
+    Group(usize),
+}
+
+/// What the new graph computes one after the other. Places in `units` are its numbers.
+struct Units<'a> {
+    graph: &'a Graph,
+    groups: &'a [Fused],
+    units: Vec<Unit>,
+    /// The unit of each node.
+    of: Vec<usize>,
+}
+
+impl<'a> Units<'a> {
+    fn new(graph: &'a Graph, groups: &'a [Fused]) -> Units<'a> {
+        let mut units: Vec<Unit> = (0..groups.len()).map(Unit::Group).collect();
+        let mut group_of: HashMap<usize, usize> = HashMap::new();
+        for (number, (group, _)) in groups.iter().enumerate() {
+            group_of.extend(group.members.iter().map(|member| (*member, number)));
+        }
+        let of = (0..graph.nodes.len()).map(|i| {
+            group_of.get(&i).copied().unwrap_or_else(|| {
+                units.push(Unit::Node(i));
+                units.len() - 1
+            })
+        });
+        let of = of.collect();
+        Units {
+            graph,
+            groups,
+            units,
+            of,
+        }
+    }
+
+    fn reads(&self, unit: usize) -> Vec<usize> {
+        match self.units[unit] {
+            Unit::Node(i) => {
+                let operands = self.graph.nodes[i].operands.iter();
+                operands.map(|operand| self.of[*operand as usize]).collect()
+            }
+            Unit::Group(number) => {
+                let inputs = self.groups[number].0.inputs.iter();
+                inputs.map(|input| self.of[*input]).collect()
+            }
+        }
+    }
+
+    /// Which units the outputs are computed of, and the inputs. Some copies of what a group computes are the group's alone.
+    fn needed(&self) -> Vec<bool> {
+        let mut needed: Vec<bool> = self.units.iter().map(|unit| self.is_input(unit)).collect();
+        let outputs = self.graph.outputs.iter();
+        let mut found: Vec<usize> = outputs.map(|o| self.of[o.node as usize]).collect();
+        while let Some(unit) = found.pop() {
+            if !std::mem::replace(&mut needed[unit], true) {
+                found.extend(self.reads(unit));
+            }
+        }
+        needed
+    }
+
+    fn is_input(&self, unit: &Unit) -> bool {
+        match unit {
+            Unit::Node(i) => matches!(self.graph.nodes[*i].op, Op::Parameter(_)),
+            Unit::Group(_) => false,
+        }
+    }
+
+    /// The node whose place a unit has.
+    fn place(&self, unit: usize) -> usize {
+        match self.units[unit] {
+            Unit::Node(i) => i,
+            Unit::Group(number) => self.groups[number].0.outputs[0],
+        }
+    }
+
+    /// Those that are needed, each after what it reads.
+    fn in_order(&self) -> Vec<Unit> {
+        let needed = self.needed();
+        let mut waits = vec![0; self.units.len()];
+        let mut readers: Vec<Vec<usize>> = vec![Vec::new(); self.units.len()];
+        let mut ready = BinaryHeap::new();
+        for unit in (0..self.units.len()).filter(|unit| needed[*unit]) {
+            let reads = self.reads(unit);
+            waits[unit] = reads.len();
+            if reads.is_empty() {
+                ready.push(Reverse((self.place(unit), unit)));
+            }
+            reads.iter().for_each(|read| readers[*read].push(unit));
+        }
+        let mut ordered = Vec::new();
+        while let Some(Reverse((_, unit))) = ready.pop() {
+            ordered.push(self.units[unit]);
+            for reader in &readers[unit] {
+                waits[*reader] -= 1;
+                if waits[*reader] == 0 {
+                    ready.push(Reverse((self.place(*reader), *reader)));
+                }
+            }
+        }
+        ordered
     }
 }
 
