@@ -6,13 +6,14 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{
     Binary, Builder, Comparison, Composite, DotDims, Graph, Node, Op, Reduction, Tensor, Unary,
+    evaluate,
 };
 use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, layer_norm, linear};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
 
-use crate::common::lowered;
-use crate::tpu_kernels::{calls, distance};
+use crate::common::{cpu_session, lowered, run_on};
+use crate::tpu_kernels::{calls, distance, inputs};
 
 const BF16: Precision = of(DType::BF16);
 
@@ -244,6 +245,27 @@ fn xlas_compiler_for_gpus_takes_every_kernel() {
         assert_eq!(calls(&kernels), count);
         let text = stablehlo(&kernels, "rows", &EmitOptions::default());
         compile(&text).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+/// The CPU's compiler knows nothing of Triton.
+#[test]
+fn a_program_whose_kernels_the_compiler_refuses_is_compiled_without_them() {
+    let graph = block([2, 6, 320], DType::F32, false);
+    let [plain, kernels] = fused(&graph);
+    let again = kernels.without_calls().unwrap().unwrap();
+    assert_eq!(calls(&again), 0);
+    assert!(plain.without_calls().unwrap().is_none());
+    assert!(distance(&plain, &again) <= 1e-12);
+    let inputs = inputs(&graph);
+    let [found] = &run_on(&cpu_session(1), &kernels, &inputs)[..] else {
+        panic!("one result");
+    };
+    let expected = &evaluate(&plain, &inputs).unwrap()[0];
+    let [found, expected] = [found, expected].map(|tensor| tensor.to_f32_vec().unwrap());
+    for (expected, found) in expected.iter().zip(&found) {
+        let bound = 2e-4 * expected.abs().max(1.0);
+        assert!((expected - found).abs() <= bound, "{expected} and {found}");
     }
 }
 

@@ -277,14 +277,15 @@ impl Compiler {
         module: &Module,
         groups: Vec<LoadGroup>,
     ) -> Result<CompiledProgram, AotError> {
+        footprint::log(&module.program, &self.mesh, &self.rules);
+        let simulations = self.simulations(&module.program);
+        let start = Instant::now();
+        let mut module = module.clone();
+        let executable = module
+            .compile(&self.mesh, |text| self.executable(text))
+            .map_err(|error| self.compile_error(site, &module.program, error))?;
         let program = &module.program;
         let graph = &program.graph;
-        footprint::log(program, &self.mesh, &self.rules);
-        let simulations = self.simulations(program);
-        let start = Instant::now();
-        let executable = self
-            .executable(&module.text)
-            .map_err(|error| self.compile_error(site, program, error))?;
         let compile_seconds = start.elapsed().as_secs_f64();
         let memory = self.memory(&executable)?;
         let weights: Vec<usize> = graph.weights().map(|(index, _)| index).collect();

@@ -1,6 +1,7 @@
 //! The StableHLO modules of a lowered program.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::time::Instant;
 
 use crate::lowering::{Lowered, LoweredProgram};
@@ -15,6 +16,7 @@ pub struct Module {
     pub text: String,
     /// The time that emission took.
     pub seconds: f64,
+    precision: DotPrecision,
 }
 
 impl Module {
@@ -29,7 +31,37 @@ impl Module {
             program,
             text,
             seconds: start.elapsed().as_secs_f64(),
+            precision,
         }
+    }
+
+    /// What `compile` makes of the module. If it refuses kernels whose operations are known, it gets the program with these in their
+    /// place, and the module is that one then.
+    ///
+    /// # Errors
+    /// Those of `compile`, of the module without kernels if it had some.
+    pub fn compile<T, E: Display>(
+        &mut self,
+        mesh: &Mesh,
+        compile: impl Fn(&str) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let refusal = match compile(&self.text) {
+            Ok(compiled) => return Ok(compiled),
+            Err(refusal) => refusal,
+        };
+        let Ok(Some(graph)) = self.program.graph.without_calls() else {
+            return Err(refusal);
+        };
+        tracing::warn!(
+            "{}: the compiler refuses the program with kernels ({refusal}); it is compiled without them, and takes longer to run",
+            self.program.name
+        );
+        let program = LoweredProgram {
+            graph,
+            ..self.program.clone()
+        };
+        *self = Module::new(program, mesh, self.precision);
+        compile(&self.text)
     }
 }
 

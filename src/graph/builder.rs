@@ -580,6 +580,14 @@ impl Builder {
 
     /// Adds the operations of a body whose inputs are `operands`, each at its own scope; gives the body's first result.
     pub(crate) fn insert(&self, body: &Graph, operands: &[Tensor]) -> Result<Tensor> {
+        match self.insert_all(body, operands)?.first() {
+            Some(result) => Ok(*result),
+            None => Err(self.invalid("a body without a result")),
+        }
+    }
+
+    /// The same, with all results.
+    pub(crate) fn insert_all(&self, body: &Graph, operands: &[Tensor]) -> Result<Vec<Tensor>> {
         let mut copies: Vec<Tensor> = Vec::with_capacity(body.nodes.len());
         for node in &body.nodes {
             let copy = match node.op {
@@ -592,10 +600,8 @@ impl Builder {
             };
             copies.push(copy);
         }
-        match body.outputs.first() {
-            Some(output) => Ok(copies[output.node as usize]),
-            None => Err(self.invalid("a body without a result")),
-        }
+        let outputs = body.outputs.iter();
+        Ok(outputs.map(|output| copies[output.node as usize]).collect())
     }
 
     /// Adds a copy of `node` with other operands, in the scope and region this builder has.

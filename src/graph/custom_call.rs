@@ -7,8 +7,8 @@ use std::fmt::Debug;
 
 use crate::shape::Shape;
 
-use super::InferError;
 use super::eval::Value;
+use super::{Graph, InferError};
 
 /// An attribute of a kernel's call.
 #[derive(Clone, Debug, PartialEq)]
@@ -77,6 +77,12 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The shapes of the results after the first, in memory of their own.
     fn others(&self) -> Vec<Shape> {
         Vec::new()
+    }
+
+    /// What the kernel computes as operations, whose inputs are the operands and whose outputs are the results; `None` where only the
+    /// kernel knows. A program whose kernels a compiler refuses is compiled with these.
+    fn body(&self) -> Option<&Graph> {
+        None
     }
 
     /// Operations of products: multiply-adds times two.

@@ -103,6 +103,56 @@ impl Graph {
         Ok(b.finish())
     }
 
+    /// The graph, and those of its loops, with the bodies of kernels in place of their calls; `None` if no kernel has one
+    /// ([`CustomCall::body`](super::CustomCall::body)).
+    ///
+    /// # Errors
+    /// When a body is ill-typed.
+    pub fn without_calls(&self) -> Result<Option<Graph>, GraphError> {
+        let has_body =
+            |node: &Node| matches!(&node.op, Op::CustomCall(call) if call.body().is_some());
+        let mut loops = HashMap::new();
+        for (i, node) in self.nodes.iter().enumerate() {
+            if let Op::While { body, .. } = &node.op
+                && let Some(body) = body.without_calls()?
+            {
+                loops.insert(i, body);
+            }
+        }
+        if loops.is_empty() && !self.nodes.iter().any(has_body) {
+            return Ok(None);
+        }
+        let mut results: HashMap<u32, Vec<Tensor>> = HashMap::new();
+        let graph = self.substitute(&mut |b, i, copies| {
+            let node = &self.nodes[i];
+            let operands = || -> Vec<Tensor> {
+                let operands = node.operands.iter();
+                operands.map(|o| copies[*o as usize]).collect()
+            };
+            Ok(match &node.op {
+                Op::CustomCall(call) => match call.body() {
+                    Some(body) => {
+                        let all = b.insert_all(body, &operands())?;
+                        let first = all.first().copied();
+                        results.insert(i as u32, all);
+                        first
+                    }
+                    None => None,
+                },
+                Op::GetTupleElement(at) => results.get(&node.operands[0]).map(|all| all[*at]),
+                Op::While { cond, .. } if loops.contains_key(&i) => {
+                    let op = Op::While {
+                        cond: cond.clone(),
+                        body: Box::new(loops[&i].clone()),
+                    };
+                    Some(b.push(op, &operands())?)
+                }
+                _ => None,
+            })
+        })?;
+        Ok(Some(graph))
+    }
+
     /// [`Graph::substitute`] onto a builder in which `inputs` stand for the program's inputs.
     ///
     /// # Errors

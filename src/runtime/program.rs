@@ -1,9 +1,10 @@
 //! Compiled programs and how they run.
 
+use std::collections::BTreeMap;
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, kernel_counts};
 use crate::emit::{DotPrecision, Module};
 use crate::footprint;
 use crate::graph::Graph;
@@ -71,6 +72,7 @@ pub struct Program {
     executable: LoadedExecutable,
     inputs: Vec<Slot>,
     outputs: Vec<Slot>,
+    kernels: BTreeMap<&'static str, usize>,
     timings: Timings,
 }
 
@@ -89,17 +91,23 @@ pub fn compile_options(mesh: &Mesh, backend: Backend) -> CompileOptions {
 
 impl Program {
     /// Compiles a module, or loads what an earlier compilation of the same text left in the session's cache.
-    pub(super) fn of_module(session: &Session, module: Module) -> Result<Program, RuntimeError> {
+    pub(super) fn of_module(
+        session: &Session,
+        mut module: Module,
+    ) -> Result<Program, RuntimeError> {
+        footprint::log(&module.program, &session.mesh, &session.rules);
+        let start = Instant::now();
+        let (executable, from_cache) =
+            module.compile(&session.mesh, |text| session.executable(text))?;
+        let compile = start.elapsed().as_secs_f64();
         let Module {
             program,
             text,
             seconds,
+            ..
         } = module;
-        footprint::log(&program, &session.mesh, &session.rules);
         let lowering::LoweredProgram { name, graph, plan } = program;
-        let start = Instant::now();
-        let (executable, from_cache) = session.executable(&text)?;
-        let compile = start.elapsed().as_secs_f64();
+        let kernels = kernel_counts(&graph);
         tracing::debug!(
             "{name}: {} bytes of StableHLO in {seconds:.3} s, {} in {compile:.3} s",
             text.len(),
@@ -132,6 +140,7 @@ impl Program {
             executable,
             inputs,
             outputs,
+            kernels,
             timings: Timings {
                 emit: seconds,
                 compile,
@@ -175,6 +184,11 @@ impl Program {
 
     pub fn outputs(&self) -> &[Slot] {
         &self.outputs
+    }
+
+    /// How often each kernel is called.
+    pub fn kernels(&self) -> &BTreeMap<&'static str, usize> {
+        &self.kernels
     }
 
     pub fn timings(&self) -> Timings {

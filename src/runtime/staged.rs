@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::backend::kernel_counts;
 use crate::emit::{Module, Modules};
 use crate::lowering::Lowered;
 
@@ -18,7 +17,6 @@ pub struct StagedProgram {
     request: Option<Arc<Program>>,
     step: Arc<Program>,
     weights: Vec<Slot>,
-    kernels: BTreeMap<&'static str, usize>,
     timings: StagedTimings,
 }
 
@@ -124,7 +122,6 @@ impl StagedProgram {
         let groups = modules.groups;
         let load = modules.load.iter();
         let texts: Vec<Arc<str>> = load.map(|module| module.text.as_str().into()).collect();
-        let kernels = kernel_counts(&modules.step.program.graph);
         let has_request = modules.request.is_some();
         let first_load = 1 + usize::from(has_request);
         let step = [modules.step].into_iter();
@@ -156,7 +153,6 @@ impl StagedProgram {
             request,
             step,
             weights,
-            kernels,
             timings,
         })
     }
@@ -191,7 +187,7 @@ impl StagedProgram {
 
     /// How many of the plugin's kernels a step calls, by name.
     pub fn kernels(&self) -> &BTreeMap<&'static str, usize> {
-        &self.kernels
+        self.step.kernels()
     }
 
     pub fn timings(&self) -> StagedTimings {
