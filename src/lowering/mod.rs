@@ -263,7 +263,7 @@ fn quantize<'g>(
         let prepared = traced.update.is_none();
         let pays = |product: &Product| match backend {
             Backend::Tpu { kernels, features } => features.int8_is_faster(product, kernels),
-            // There convolutions of integers are ones of bf16.
+            // On GPUs convolutions of integers are ones of bf16.
             Backend::Gpu { .. } => !product.is_convolution,
             Backend::Cpu { .. } => false,
         };
