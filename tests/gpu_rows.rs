@@ -7,7 +7,9 @@ use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{
     Binary, Builder, Comparison, Composite, DotDims, Graph, Node, Op, Reduction, Tensor, Unary,
 };
-use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, layer_norm, linear};
+use maxdiff::nn::{
+    Attention, Linear, Precision, attention, gated_gelu, layer_norm, linear, plain_layer_norm,
+};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
 
@@ -93,23 +95,24 @@ fn products_of_8_bits_give_bf16_to_the_kernels_that_scale_them() {
     }
 }
 
-/// A norm without weights, that `scale`, one number for each feature of each batch entry, multiplies: how diffusion transformers
-/// are told the time. Also what a second norm of the same finds, where `twice`.
-fn modulated([batch, rows, features]: [usize; 3], twice: bool) -> Graph {
+/// How diffusion transformers are told the time: a norm without weights, that `scale` multiplies, one number for each feature of each
+/// batch entry, `[batch, features]` or `[batch, 1, features]`. Also the same once more, where `twice`.
+fn modulated([batch, rows, features]: [usize; 3], scale: &[usize], twice: bool) -> Graph {
     let b = Builder::new();
     let input =
         |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::F32, dims), &[]).unwrap();
     let x = input("x", &[batch, rows, features]);
-    let scale = input("scale", &[batch, features]);
     let dims = b.dims(x);
-    let scale = b.broadcast_in_dim(scale, &[0, 2], &dims).unwrap();
+    let along: &[usize] = if scale.len() == 2 {
+        &[0, 2]
+    } else {
+        &[0, 1, 2]
+    };
+    let scale = input("scale", scale);
+    let scale = b.broadcast_in_dim(scale, along, &dims).unwrap();
     let norm = || {
-        let squares = b
-            .reduce(Reduction::Sum, b.mul(x, x).unwrap(), &[2])
-            .unwrap();
-        let inverse = b.rsqrt(b.add_scalar(squares, 1e-6).unwrap()).unwrap();
-        let inverse = b.broadcast_in_dim(inverse, &[0, 1], &dims).unwrap();
-        b.mul(b.mul(x, inverse).unwrap(), scale).unwrap()
+        let y = plain_layer_norm(&b, x, 1e-6, of(DType::F32)).unwrap();
+        b.mul(y, scale).unwrap()
     };
     let y = norm();
     let y = if twice { b.add(y, norm()).unwrap() } else { y };
@@ -119,18 +122,18 @@ fn modulated([batch, rows, features]: [usize; 3], twice: bool) -> Graph {
 
 #[test]
 fn what_rows_of_a_batch_entry_share_is_read_by_each() {
-    for (dims, twice) in [
-        ([3, 4, 128], false),
-        ([2, 6, 192], true),
-        ([5, 1, 64], false),
+    for (dims, scale, twice) in [
+        ([3, 4, 128], &[3, 128][..], false),
+        ([2, 6, 192], &[2, 1, 192], true),
+        ([5, 1, 64], &[5, 64], false),
+        ([2, 4, 64], &[1, 1, 64], false),
     ] {
-        let graph = modulated(dims, twice);
-        let kernels = fuse(&graph).unwrap();
+        let [plain, kernels] = fused(&modulated(dims, scale, twice));
         assert_eq!(calls(&kernels), 1, "{dims:?}");
         let live = kernels.nodes.iter().zip(kernels.live_nodes());
         let nodes = live.filter(|(node, live)| *live && !matches!(node.op, Op::Parameter(_)));
         assert_eq!(nodes.count(), 1, "{dims:?}");
-        let error = distance(&graph, &kernels);
+        let error = distance(&plain, &kernels);
         assert!(error <= 1e-6, "{dims:?}: {error}");
     }
 }
@@ -237,7 +240,7 @@ fn xlas_compiler_for_gpus_takes_every_kernel() {
     for (graph, count) in [
         (block([2, 6, 320], DType::F32, false), 1),
         (block([2, 8, 64], DType::BF16, true), 6),
-        (modulated([2, 6, 192], true), 1),
+        (modulated([2, 6, 192], &[2, 1, 192], true), 1),
         (every_operation(), 1),
     ] {
         let [_, kernels] = fused(&graph);

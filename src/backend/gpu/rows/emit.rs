@@ -8,6 +8,7 @@ use std::collections::HashMap;
 
 use crate::dtype::DType;
 use crate::graph::{self, Comparison, Graph, Node, Op};
+use crate::host_tensor::HostTensor;
 
 use super::super::triton::{Binary, Kernel, Unary, Value};
 
@@ -47,6 +48,20 @@ pub(super) fn pieces(columns: usize) -> Option<Vec<Piece>> {
         }
     }
     fits.then_some(pieces)
+}
+
+/// In how many first dimensions rows agree that read the same of an array of the sizes `source`, spread along the dimensions `along` of
+/// one of the sizes `result`; `None` where the array is none of whole rows, or each row reads its own.
+pub(super) fn shared_by(along: &[usize], source: &[usize], result: &[usize]) -> Option<usize> {
+    let ((last, leading), columns) = (along.split_last()?, source.last()?);
+    let is_whole = last + 1 == result.len() && result.last() == Some(columns);
+    let is_first = leading.iter().copied().eq(0..leading.len());
+    let agree = leading
+        .iter()
+        .take_while(|d| source[**d] == result[**d])
+        .count();
+    let spread = source[agree..leading.len()].iter().all(|size| *size == 1);
+    (is_whole && is_first && spread && agree < *last).then_some(agree)
 }
 
 /// Whether kernels load arrays of this type.
@@ -208,17 +223,13 @@ impl<'a> Emitter<'a> {
                 let places = self.places(piece, self.columns(i));
                 self.load(*input, places)
             }
-            Op::Constant(constant) => {
-                let number = constant.to_f64_vec().ok()?.first().copied()?;
-                self.kernel.number(number, DType::F32, &dims)
-            }
+            Op::Constant(constant) => self.constant(constant, &dims)?,
             Op::BroadcastInDim { dims: along, .. } => match (&self.node(operand(0)).op, piece) {
-                (Op::Constant(constant), _) => {
-                    let number = constant.to_f64_vec().ok()?.first().copied()?;
-                    self.kernel.number(number, DType::F32, &dims)
-                }
+                (Op::Constant(constant), _) => self.constant(constant, &dims)?,
                 (_, Some(piece)) if along.contains(&self.rows.len()) => {
-                    self.shared(operand(0), along.len() - 1, piece)?
+                    let source = &self.node(operand(0)).shape.dims;
+                    let leading = shared_by(along, source, &node.shape.dims)?;
+                    self.shared(operand(0), leading, piece)?
                 }
                 (_, Some(piece)) => {
                     let of_rows = self.value(operand(0), None)?;
@@ -331,19 +342,31 @@ impl<'a> Emitter<'a> {
         kernel.select(is_negative, negative, positive)
     }
 
+    fn constant(&mut self, constant: &HostTensor, dims: &[usize]) -> Option<Value> {
+        let number = constant.to_f64_vec().ok()?.first().copied()?;
+        Some(self.kernel.number(number, DType::F32, dims))
+    }
+
     /// The elements at `places` of an input.
     fn load(&mut self, input: usize, places: Value) -> Value {
         let loaded = self.kernel.load(input, places);
         self.kernel.convert(loaded, DType::F32)
     }
 
-    /// A piece of node `i`, an input or one in a wider type, that is the same for all rows that agree in their first `leading`
+    /// A piece of node `i`, an input, one in a wider type or one number, that is the same for all rows that agree in their first `leading`
     /// dimensions, in all rows of the program.
     fn shared(&mut self, i: usize, leading: usize, piece: Piece) -> Option<Value> {
         let node = self.node(i);
         let input = match node.op {
             Op::Parameter(input) => input,
             Op::Convert(_) => return self.shared(node.operands[0] as usize, leading, piece),
+            Op::BroadcastInDim { .. } => {
+                let Op::Constant(constant) = &self.node(node.operands[0] as usize).op else {
+                    return None;
+                };
+                let dims = [self.share, piece.width];
+                return self.constant(constant, &dims);
+            }
             _ => return None,
         };
         let mut places = self.kernel.count(piece.first, piece.width);

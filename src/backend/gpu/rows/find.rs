@@ -225,13 +225,7 @@ fn is_shared(graph: &Graph, node: &Node) -> bool {
     let source = &graph.nodes[node.operands[0] as usize];
     match dims[..] {
         [] => matches!(source.op, Op::Constant(_)),
-        [ref leading @ .., last] => {
-            let of = &node.shape.dims;
-            let mut sizes = dims.iter().zip(&source.shape.dims);
-            let first = leading.iter().copied().eq(0..leading.len());
-            let whole = sizes.all(|(d, size)| of[*d] == *size);
-            whole && first && leading.len() < last && last + 1 == of.len()
-        }
+        _ => emit::shared_by(dims, &source.shape.dims, &node.shape.dims).is_some(),
     }
 }
 
