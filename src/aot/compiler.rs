@@ -224,7 +224,7 @@ impl Compiler {
         let parameters = traced.graph.parameter_count() as u64;
         let programs = 1 + modules.load.len() + usize::from(modules.request.is_some());
         let mut number = 0;
-        let mut program = |stage, module: &Module, groups: Vec<LoadGroup>| {
+        let mut program = |stage, module: Module, groups: Vec<LoadGroup>| {
             number += 1;
             tell(Progress::Compiling {
                 stage,
@@ -239,13 +239,13 @@ impl Compiler {
             self.program(site, module, groups)
         };
         // The largest first: what does not fit is found soonest.
-        let step = program(Stage::Step, &modules.step, Vec::new())?;
-        let load = modules.load.iter().enumerate().map(|(at, module)| {
+        let step = program(Stage::Step, modules.step, Vec::new())?;
+        let load = modules.load.into_iter().enumerate().map(|(at, module)| {
             let groups = modules.groups.iter().filter(|group| group.module == at);
             program(Stage::Load, module, groups.cloned().collect())
         });
         let load = load.collect::<Result<Vec<_>, _>>()?;
-        let request = modules.request.as_ref();
+        let request = modules.request;
         let request = request.map(|module| program(Stage::Request, module, Vec::new()));
         let request = request.transpose()?;
         let all = load.iter().chain(&request).chain([&step]);
@@ -274,13 +274,12 @@ impl Compiler {
     fn program(
         &self,
         site: Site<'_>,
-        module: &Module,
+        mut module: Module,
         groups: Vec<LoadGroup>,
     ) -> Result<CompiledProgram, AotError> {
         footprint::log(&module.program, &self.mesh, &self.rules);
         let simulations = self.simulations(&module.program);
         let start = Instant::now();
-        let mut module = module.clone();
         let executable = module
             .compile(&self.mesh, |text| self.executable(text))
             .map_err(|error| self.compile_error(site, &module.program, error))?;
@@ -327,7 +326,7 @@ impl Compiler {
             report,
             header,
             kernels: kernel_counts(graph),
-            stablehlo: module.text.clone(),
+            stablehlo: module.text,
         })
     }
 

@@ -50,6 +50,20 @@ pub enum Comparison {
     Ge,
 }
 
+impl Comparison {
+    /// Whether it holds of two numbers; what is compared with a NaN is unequal and neither less nor greater.
+    pub fn holds<T: PartialOrd>(self, a: T, b: T) -> bool {
+        match self {
+            Comparison::Eq => a == b,
+            Comparison::Ne => a != b,
+            Comparison::Lt => a < b,
+            Comparison::Le => a <= b,
+            Comparison::Gt => a > b,
+            Comparison::Ge => a >= b,
+        }
+    }
+}
+
 /// The associative operation of a [`Op::Reduce`]; its initial value is the operation's identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {

@@ -6,6 +6,7 @@ mod rewrite;
 mod rows;
 mod triton;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::backend::attention::has_quantized_products;
@@ -49,11 +50,11 @@ pub(super) const COMPILER_SWITCHES: [(&str, &str); 1] = [("xla_gpu_dot_merger_th
 /// When the graph is ill-typed.
 pub fn claim(graph: &Graph, features: Option<Features>, parts: usize) -> Result<Graph, GraphError> {
     let graph = match parts {
-        1 => products::join_attention_products(graph)?,
-        _ => graph.clone(),
+        1 => Cow::Owned(products::join_attention_products(graph)?),
+        _ => Cow::Borrowed(graph),
     };
     let Some(features) = features else {
-        return Ok(graph);
+        return Ok(graph.into_owned());
     };
     graph.substitute(&mut |b, i, copies| {
         let node = &graph.nodes[i];

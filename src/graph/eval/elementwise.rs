@@ -135,24 +135,14 @@ pub(super) fn binary(kind: Binary, x: &Value, y: &Value, shape: Shape) -> Value 
 }
 
 pub(super) fn compare(kind: Comparison, x: &Value, y: &Value, shape: Shape) -> Value {
-    fn holds<T: PartialOrd>(kind: Comparison, a: T, b: T) -> bool {
-        match kind {
-            Comparison::Eq => a == b,
-            Comparison::Ne => a != b,
-            Comparison::Lt => a < b,
-            Comparison::Le => a <= b,
-            Comparison::Gt => a > b,
-            Comparison::Ge => a >= b,
-        }
-    }
     let result = (0..shape.count())
         .map(|i| {
             i64::from(if x.shape.dtype.is_float() {
-                holds(kind, x.float(i), y.float(i))
+                kind.holds(x.float(i), y.float(i))
             } else if x.shape.dtype.is_signed_int() {
-                holds(kind, x.int(i), y.int(i))
+                kind.holds(x.int(i), y.int(i))
             } else {
-                holds(kind, x.int(i) as u64, y.int(i) as u64)
+                kind.holds(x.int(i) as u64, y.int(i) as u64)
             })
         })
         .collect();

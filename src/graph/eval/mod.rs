@@ -21,7 +21,7 @@ use layout::{
     broadcast_in_dim, concatenate, dynamic_slice, dynamic_update_slice, pad, reverse, slice,
     transpose,
 };
-pub use value::{Data, Value};
+pub use value::{Data, Value, round_float};
 use value::{for_each_index, position};
 
 /// Why a graph could not be evaluated on the host.

@@ -104,7 +104,7 @@ impl Value {
     }
 
     /// Rounds and wraps every element to the element type.
-    pub fn rounded(mut self) -> Value {
+    pub(super) fn rounded(mut self) -> Value {
         let dtype = self.shape.dtype;
         match &mut self.data {
             Data::F(v) => v.iter_mut().for_each(|x| *x = round_float(dtype, *x)),
@@ -114,7 +114,8 @@ impl Value {
     }
 }
 
-fn round_float(dtype: DType, x: f64) -> f64 {
+/// The nearest number that the float type holds.
+pub fn round_float(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(x as f32),
         // By way of f32: from_f64 looks at the upper half of the number only, and misses what breaks a tie.

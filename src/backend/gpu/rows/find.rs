@@ -146,7 +146,7 @@ impl<'a> Finder<'a> {
             |i: &usize| !matches!(self.node(*i).op, Op::BroadcastInDim { .. } | Op::Iota(_));
         if !inputs
             .iter()
-            .all(|i| is_small(i) && emit::is_loaded(self.node(*i).shape.dtype))
+            .all(|i| is_small(i) && emit::is_float(self.node(*i).shape.dtype))
         {
             return None;
         }
@@ -245,19 +245,15 @@ fn is_spread(graph: &Graph, node: &Node) -> bool {
 
 /// Whether kernels compute a node element by element.
 fn is_elementwise(graph: &Graph, node: &Node) -> bool {
-    let is_float = |dtype| matches!(dtype, DType::F32 | DType::BF16);
     let from = |at: usize| graph.nodes[node.operands[at] as usize].shape.dtype;
     let dtype = node.shape.dtype;
     match &node.op {
-        Op::Unary(kind) => is_float(dtype) && emit::has_unary(*kind),
-        Op::Binary(kind) => is_float(dtype) && Binary::of(*kind).is_some(),
-        Op::Compare(_) => is_float(from(0)),
-        Op::Select | Op::Clamp => is_float(dtype),
-        Op::Convert(to) => match from(0) {
-            DType::F32 | DType::BF16 => emit::is_stored(*to),
-            // The compiler rounds the sums of integers in their product.
-            _ => false,
-        },
+        Op::Unary(kind) => emit::is_float(dtype) && emit::has_unary(*kind),
+        Op::Binary(kind) => emit::is_float(dtype) && Binary::of(*kind).is_some(),
+        Op::Compare(_) => emit::is_float(from(0)),
+        Op::Select | Op::Clamp => emit::is_float(dtype),
+        // Not of integers: the compiler rounds their sums in the product.
+        Op::Convert(to) => emit::is_float(from(0)) && emit::is_stored(*to),
         _ => false,
     }
 }
@@ -271,7 +267,7 @@ fn is_widened(graph: &Graph, node: &Node) -> bool {
 /// Whether kernels compute a node of whole rows.
 fn is_of_rows(graph: &Graph, node: &Node) -> bool {
     let from = || &graph.nodes[node.operands[0] as usize].shape;
-    let is_float = matches!(node.shape.dtype, DType::F32 | DType::BF16);
+    let is_float = emit::is_float(node.shape.dtype);
     match &node.op {
         Op::Reduce { kind, dims } => {
             let is_last = matches!(dims[..], [last] if last + 1 == from().rank());

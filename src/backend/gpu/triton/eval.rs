@@ -1,7 +1,6 @@
 //! Kernels on the host: what the text means, for tests against the graphs that they stand for.
 
-use crate::graph::Comparison;
-use crate::graph::eval::{Data, Value as GraphValue};
+use crate::graph::eval::{Data, Value as GraphValue, round_float};
 use crate::shape::Shape;
 
 use super::{Binary, Kernel, Op, Unary, Value};
@@ -77,7 +76,9 @@ impl Kernel {
             }
             Op::Compare(kind, [x, y]) => {
                 let pairs = get(x).iter().zip(get(y));
-                pairs.map(|(x, y)| compare(*kind, *x, *y)).collect()
+                pairs
+                    .map(|(x, y)| f64::from(u8::from(kind.holds(*x, *y))))
+                    .collect()
             }
             Op::Select([predicate, yes, no]) => {
                 let branches = get(yes).iter().zip(get(no));
@@ -102,24 +103,12 @@ impl Kernel {
             }
             Op::Store { .. } => Vec::new(),
         };
-        let stored = GraphValue {
-            shape: Shape::new(of.dtype, [exact.len()]),
-            data: Data::F(exact),
+        // As their type holds them.
+        let held = |x: f64| match of.dtype.is_float() {
+            true => round_float(of.dtype, x),
+            false => x.trunc(),
         };
-        rounded(stored)
-    }
-}
-
-/// The numbers as their type holds them.
-fn rounded(value: GraphValue) -> Vec<f64> {
-    match value.shape.dtype.is_float() {
-        true => {
-            let value = value.rounded();
-            (0..value.shape.count()).map(|i| value.float(i)).collect()
-        }
-        false => (0..value.shape.count())
-            .map(|i| value.float(i).trunc())
-            .collect(),
+        exact.into_iter().map(held).collect()
     }
 }
 
@@ -145,16 +134,4 @@ fn binary(kind: Binary, x: f64, y: f64) -> f64 {
         Binary::Mul => x * y,
         Binary::Sub => x - y,
     }
-}
-
-fn compare(kind: Comparison, x: f64, y: f64) -> f64 {
-    let holds = match kind {
-        Comparison::Eq => x == y,
-        Comparison::Ne => x != y,
-        Comparison::Lt => x < y,
-        Comparison::Le => x <= y,
-        Comparison::Gt => x > y,
-        Comparison::Ge => x >= y,
-    };
-    f64::from(u8::from(holds))
 }
