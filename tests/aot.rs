@@ -127,7 +127,7 @@ fn int8(more: &[&str]) -> Compiled {
 }
 
 /// Dots of one kind (forward, `dlhs`, `drhs`) by their module's path, with the element types of their operands and
-/// result in the optimized program.
+/// result in the optimized program; kernels whose operands are rounded inside with the types that they multiply.
 fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
     let module = compiled.step.executable.optimized_hlo().unwrap();
     let mut found = Vec::new();
@@ -138,13 +138,18 @@ fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
             .filter_map(|i| Some((i.id, i.shape.as_ref()?.element_type())))
             .collect();
         for instruction in &computation.instructions {
-            if !matches!(instruction.opcode.as_str(), "dot" | "convolution") {
-                continue;
-            }
             let name = instruction
                 .metadata
                 .as_ref()
                 .map_or_else(String::new, |m| m.op_name.clone());
+            if instruction.opcode == "custom-call" && name.contains("int8") {
+                let types = [PrimitiveType::S8, PrimitiveType::S8, PrimitiveType::S32];
+                found.push((name, types));
+                continue;
+            }
+            if !matches!(instruction.opcode.as_str(), "dot" | "convolution") {
+                continue;
+            }
             // The gradient of a bias, which is one of ones and has no format.
             if name.contains(SUM_OF_ROWS) {
                 continue;

@@ -56,6 +56,7 @@ mod tpu_gradients;
 mod tpu_heads;
 mod tpu_kernels;
 mod tpu_recorded;
+mod tpu_rounded;
 mod train;
 mod vae;
 

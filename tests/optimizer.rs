@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
     ) -> Self {
         let graph = update(weights, options);
         // With the kernel of moments in 8 bits, where it runs.
-        let graph = session.backend().claim_training(&graph, 1).unwrap();
+        let graph = session.backend().claim_training(&graph, 1, &[]).unwrap();
         let program =
             Program::compile(session, &graph, "update", &ProgramOptions::default()).unwrap();
         let mut state = BTreeMap::new();

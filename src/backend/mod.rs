@@ -8,6 +8,7 @@ mod attention;
 pub mod cpu;
 mod follow;
 pub mod gpu;
+mod rounding;
 pub mod tpu;
 
 use std::borrow::Cow;
@@ -130,7 +131,8 @@ impl Backend {
         }
     }
 
-    /// The same for a training step, whose weights are new in every step.
+    /// The same for a training step, whose weights are new in every step. `is_split` says of each input, if anything is, which of its
+    /// dimensions the devices share.
     ///
     /// # Errors
     /// When the graph is ill-typed.
@@ -138,13 +140,14 @@ impl Backend {
         &self,
         graph: &'g Graph,
         parts: usize,
+        is_split: &[Vec<bool>],
     ) -> Result<Cow<'g, Graph>, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim_training(graph).map(Cow::Owned),
             Backend::Tpu {
                 kernels: true,
                 features,
-            } => tpu::claim_training(graph, *features, parts).map(Cow::Owned),
+            } => tpu::claim_training(graph, *features, parts, is_split).map(Cow::Owned),
             Backend::Cpu { kernels: false }
             | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),

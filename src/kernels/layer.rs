@@ -9,7 +9,7 @@ use crate::graph::{
 };
 use crate::lowering::{Traced, Update};
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
-use crate::quant::{Formats, Policy};
+use crate::quant::{Formats, Policy, ROUNDING_KEY};
 use crate::shape::Shape;
 use crate::util::named;
 
@@ -28,6 +28,8 @@ named! {
         GatedGelu = "gated_gelu",
         UpsampleNearest2x = "upsample_nearest_2x",
         Linear = "linear",
+        /// A linear layer with its derivatives, as a training step has it.
+        LinearTraining = "linear_training",
         Conv2d = "conv2d",
         /// A convolution with its derivatives, as a training step has it.
         Conv2dTraining = "conv2d_training",
@@ -99,7 +101,7 @@ impl Layer {
                 ("width", 64),
                 ("channels", 640),
             ],
-            Layer::Linear => &[
+            Layer::Linear | Layer::LinearTraining => &[
                 ("batch", 2),
                 ("tokens", 1024),
                 ("inputs", 1280),
@@ -126,13 +128,16 @@ impl Layer {
     fn contracts(self) -> bool {
         matches!(
             self,
-            Layer::Linear | Layer::Conv2d | Layer::TransformerBlock
+            Layer::Linear | Layer::LinearTraining | Layer::Conv2d | Layer::TransformerBlock
         )
     }
 
     /// Whether the derivative is part of it.
     fn trains(self) -> bool {
-        matches!(self, Layer::AttentionTraining | Layer::Conv2dTraining)
+        matches!(
+            self,
+            Layer::AttentionTraining | Layer::LinearTraining | Layer::Conv2dTraining
+        )
     }
 }
 
@@ -188,17 +193,20 @@ impl Case {
         let y = self.build(&b)?;
         b.output("y", y, None)?;
         let traced = Traced::new("kernel", b.finish());
-        if self.layer.trains() {
-            return Ok(traced.trained(Update {
+        let traced = match self.quantization {
+            None => traced,
+            Some(quantization) => {
+                let policy = Policy::of_layers("m/", Vec::new(), &[], quantization.formats())?;
+                traced.quantized(Some(&policy))?
+            }
+        };
+        Ok(match self.layer.trains() {
+            false => traced,
+            true => traced.trained(Update {
                 add: Arc::new(derivative),
                 takes_stacks: false,
-            }));
-        }
-        let Some(quantization) = self.quantization else {
-            return Ok(traced);
-        };
-        let policy = Policy::of_layers("m/", Vec::new(), &[], quantization.formats())?;
-        Ok(traced.quantized(Some(&policy))?)
+            }),
+        })
     }
 
     fn build(&self, b: &Builder) -> Result<Tensor, KernelError> {
@@ -243,7 +251,7 @@ impl Case {
             (Layer::UpsampleNearest2x, &[batch, height, width, channels]) => {
                 nn::upsample_nearest_2x(&m, input("x", &[batch, height, width, channels])?)?
             }
-            (Layer::Linear, &[batch, tokens, inputs, outputs]) => {
+            (Layer::Linear | Layer::LinearTraining, &[batch, tokens, inputs, outputs]) => {
                 let x = input("x", &[batch, tokens, inputs])?;
                 nn::linear(&m, x, Linear::new(outputs, "embed", "mlp"), precision)?
             }
@@ -273,9 +281,12 @@ impl Case {
 
 /// Adds the gradients of all inputs, given that of the result.
 fn derivative(b: &Builder) -> Result<(), GraphError> {
+    // Of layers that are quantized, gradients are rounded at random.
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
     let inputs: Vec<Tensor> = b.with_graph(|graph| {
         let nodes = graph.nodes.iter().zip(0..);
-        let inputs = nodes.filter(|(node, _)| matches!(node.op, Op::Parameter(_)));
+        let inputs = nodes
+            .filter(|(node, _)| matches!(node.op, Op::Parameter(_)) && node.shape.dtype.is_float());
         inputs.map(|(_, id)| b.tensor(id)).collect()
     });
     let outputs = b.take_outputs();

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::graph::{
-    Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stacked, stage,
+    Builder, Composite, Graph, GraphError, Input, Op, Staged, flops, roll, stacked, stage,
 };
 use crate::quant::{self, Product, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
@@ -173,7 +173,8 @@ pub fn lower(
         Some(update) => {
             let scan = shortest_scan(traced, backend);
             let (graph, slower) = trained(traced, update, kernels, Some(&target), scan)?;
-            let graph = kernels.claim_training(&graph, parts.unwrap_or(1))?;
+            let is_split = split_dims(&graph, options)?;
+            let graph = kernels.claim_training(&graph, parts.unwrap_or(1), &is_split)?;
             let staged = Staged {
                 load: Vec::new(),
                 request: None,
@@ -183,6 +184,23 @@ pub fn lower(
         }
     };
     shard(staged, slower, &traced.name, options)
+}
+
+/// Which dimensions of each input devices share.
+fn split_dims(graph: &Graph, options: &Options<'_>) -> Result<Vec<Vec<bool>>, ShardError> {
+    let of_input = |input: &Input| {
+        if input.logical_axes.is_empty() {
+            return Ok(vec![false; input.shape.rank()]);
+        }
+        let sizes = &input.shape.dims;
+        let axes = &input.logical_axes;
+        let (spec, _) = options
+            .rules
+            .spec_for_shape(&input.name, axes, sizes, options.mesh)?;
+        let dims = spec.dims().iter();
+        Ok(dims.map(|axes| options.mesh.product(axes) > 1).collect())
+    };
+    graph.inputs.iter().map(of_input).collect()
 }
 
 /// A whole traced program, before it is split into stages and without kernels. Nothing runs it; its text can be

@@ -305,10 +305,10 @@ impl Lowering<'_, '_> {
             let scaled = [l.scale.is_some(), r.scale.is_some()];
             scaled_product(b, operands, &contraction, scaled, result)
         };
+        let partial = b.composite(kind, &operands, product)?;
         if shards == 1 {
-            return b.composite(kind, &operands, product);
+            return Ok(partial);
         }
-        let partial = product(b, &operands)?;
         let mut axes = vec![None; b.dims(partial).len()];
         axes[0] = Some(LOCAL_SHARDS);
         b.sum(b.constrain(partial, &axes)?, &[0])

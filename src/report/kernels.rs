@@ -90,11 +90,11 @@ pub fn kernel_calls(module: &HloModuleProto) -> Result<BTreeSet<KernelCall>, Rep
 
 impl KernelCall {
     /// Whether its products are of int8: this program's kernels round the activation that meets int8 weights, unless these are
-    /// stored ones that are widened.
+    /// stored ones that are widened; or both operands, of the gradient of weights.
     pub fn multiplies_int8(&self) -> bool {
         let operands = &self.code.operands;
         let has_int8 = operands.iter().any(|operand| operand.ends_with("xi8"));
-        has_int8 && !self.name.contains("stored")
+        has_int8 && !self.name.contains("stored") || self.name.contains("int8")
     }
 
     /// The call of a graph, if it is one. `read` are the numbers of the operands that are not equal to one before them.

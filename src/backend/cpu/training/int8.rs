@@ -5,11 +5,9 @@
 use std::collections::HashMap;
 
 use crate::backend::follow;
+use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
-use crate::graph::{
-    Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
-    Rounding, Tensor, TensorFormat,
-};
+use crate::graph::{Binary, Builder, Composite, Contraction, Graph, GraphError, Node, Op, Tensor};
 
 use super::super::claim::{call, channels_last_kernel};
 use super::super::kernel::{Form, Kernel, QuantizedProduct};
@@ -22,17 +20,10 @@ pub(super) fn products<'a>(graph: &'a Graph, users: &'a Users) -> HashMap<usize,
     Claims { graph, users }.products()
 }
 
-/// An operand before it was rounded. Numbers are nodes.
-#[derive(Clone, Copy)]
-struct Operand {
-    x: u32,
-    /// The key of the noise that it was rounded with.
-    noise: Option<u32>,
-}
-
+/// Numbers are nodes.
 pub(super) struct Product<'a> {
     contraction: &'a Contraction,
-    lhs: Operand,
+    lhs: Rounded,
     rhs: u32,
     bias: Option<u32>,
     /// The product itself.
@@ -121,8 +112,8 @@ impl<'a> Claims<'a> {
         };
         let ranks = [lhs, rhs].map(|id| self.node(id).shape.rank());
         let [lhs_kept, rhs_kept] = contraction.kept(ranks);
-        let lhs = self.before_rounding(lhs, lhs_scale, &lhs_kept)?;
-        let rhs = self.before_rounding(rhs, rhs_scale, &rhs_kept)?;
+        let lhs = Rounded::to(self.graph, lhs, lhs_scale, &lhs_kept)?;
+        let rhs = Rounded::to(self.graph, rhs, rhs_scale, &rhs_kept)?;
         let product = Product {
             contraction,
             lhs,
@@ -131,66 +122,6 @@ impl<'a> Claims<'a> {
             node: i,
         };
         (rhs.noise.is_none() && self.fits(&product)).then_some(product)
-    }
-
-    /// What was rounded to `values` by AQT's int8, with a range for each index of `kept`.
-    fn before_rounding(&self, values: u32, scale: u32, kept: &[usize]) -> Option<Operand> {
-        let node = self.node(values);
-        let rounding = match node.op {
-            Op::Stored => self.node(node.operands[0]),
-            _ => node,
-        };
-        let Op::Composite {
-            kind:
-                Composite::Quantize {
-                    kept: along,
-                    format,
-                },
-            ..
-        } = &rounding.op
-        else {
-            return None;
-        };
-        let x = rounding.operands[0];
-        let finding = self.node(scale);
-        let finds = matches!(
-            &finding.op,
-            Op::Composite { kind: Composite::FindScale { kept: of_scale, format: found }, .. }
-                if of_scale == kept && found == format
-        );
-        let nearest = TensorFormat {
-            rounding: Rounding::NearestEven,
-            ..*format
-        };
-        let is_whole = finds
-            && along == kept
-            && rounding.operands[1] == scale
-            && finding.operands[0] == x
-            && nearest == TensorFormat::int8(NumericsConvention::Aqt)
-            && matches!(self.node(x).shape.dtype, DType::F32 | DType::BF16);
-        if !is_whole {
-            return None;
-        }
-        let noise = match rounding.operands.get(2) {
-            None => None,
-            Some(noise) => Some(self.noise(*noise)?),
-        };
-        Some(Operand { x, noise })
-    }
-
-    /// The key of what is the noise of this program, of a tensor whose positions fit a word.
-    fn noise(&self, id: u32) -> Option<u32> {
-        let node = self.node(id);
-        match &node.op {
-            Op::Composite {
-                kind: Composite::RoundingNoise { .. },
-                ..
-            } => {
-                let fits = node.shape.count() <= u32::MAX as usize;
-                fits.then_some(node.operands[0])
-            }
-            _ => None,
-        }
     }
 
     fn fits(&self, product: &Product<'_>) -> bool {

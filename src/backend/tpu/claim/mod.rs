@@ -5,6 +5,7 @@ mod contracted;
 mod convolution;
 mod image;
 mod padded_heads;
+mod rounded;
 mod trained_convolution;
 mod training;
 

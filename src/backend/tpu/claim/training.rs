@@ -7,7 +7,7 @@ use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{Gradients, attention_or_gradient, claims_in_training};
 use super::trained_convolution::{gradient_of_kernel, images};
-use super::{Result, is_split};
+use super::{Result, is_split, rounded};
 
 /// The graph of a training step with kernels in place of
 ///
@@ -19,18 +19,38 @@ use super::{Result, is_split};
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim_training(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
-    claim(graph, features, parts, LANES)
+pub fn claim_training(
+    graph: &Graph,
+    features: Features,
+    parts: usize,
+    is_split: &[Vec<bool>],
+) -> Result<Graph> {
+    let products = rounded::Claims::of(graph, features, parts, is_split);
+    claim(graph, features, parts, LANES, &products)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
-fn claim(graph: &Graph, features: Features, parts: usize, narrowest: usize) -> Result<Graph> {
+fn claim(
+    graph: &Graph,
+    features: Features,
+    parts: usize,
+    narrowest: usize,
+    rounded: &rounded::Claims<'_>,
+) -> Result<Graph> {
     let users = follow::users(graph);
     let images = images(graph, &users, parts, narrowest);
+    let products = rounded.products(&users);
+    let gradients_of_weights = rounded.gradients(&users);
     let mut gradients = Gradients::of(features);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
+        }
+        if let Some(product) = products.get(&i) {
+            return product.call(b, copies).map(Some);
+        }
+        if let Some(gradient) = gradients_of_weights.get(&i) {
+            return gradient.call(b, copies).map(Some);
         }
         let node = &graph.nodes[i];
         match &node.op {
@@ -98,7 +118,14 @@ mod tests {
         ];
         for (case, parts) in cases {
             let graph = trained(case);
-            let kernels = claim(&graph, Features::UNKNOWN, parts, 16).unwrap();
+            let kernels = claim(
+                &graph,
+                Features::UNKNOWN,
+                parts,
+                16,
+                &rounded::Claims::of(&graph, Features::UNKNOWN, parts, &[]),
+            )
+            .unwrap();
             assert_eq!(calls(&kernels), 3, "{case:?} in {parts}");
             // Small integers: sums are exact in any order.
             let inputs = graph.inputs.iter().map(|input| {
@@ -122,10 +149,11 @@ mod tests {
             ([1, 32, 16, 128, 128], 2),
         ];
         for (case, parts) in cases {
-            let kernels = claim_training(&trained(case), Features::UNKNOWN, parts).unwrap();
+            let kernels = claim_training(&trained(case), Features::UNKNOWN, parts, &[]).unwrap();
             assert_eq!(calls(&kernels), 0, "{case:?} in {parts}");
         }
-        let taken = claim_training(&trained([1, 16, 32, 128, 128]), Features::UNKNOWN, 1).unwrap();
+        let taken =
+            claim_training(&trained([1, 16, 32, 128, 128]), Features::UNKNOWN, 1, &[]).unwrap();
         assert_eq!(calls(&taken), 3);
     }
 
@@ -133,7 +161,7 @@ mod tests {
     #[test]
     fn inputs_are_padded_to_blocks() {
         let graph = trained([1, 64, 64, 960, 640]);
-        let kernels = claim_training(&graph, Features::UNKNOWN, 1).unwrap();
+        let kernels = claim_training(&graph, Features::UNKNOWN, 1, &[]).unwrap();
         assert!(calls(&kernels) >= 1);
         let [before, after] = [&graph, &kernels].map(|graph| &graph.outputs[2]);
         let shape = |graph: &Graph, node: u32| graph.nodes[node as usize].shape.clone();

@@ -3,16 +3,23 @@
 use half::bf16;
 
 use crate::dtype::DType;
+use crate::graph::RoundingStream;
 use crate::graph::eval::{Data, Value as GraphValue};
+use crate::graph::random::rounding_noise_at;
 use crate::shape::Shape;
 
-use super::{Binary, Counter, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value};
+use super::{Binary, Counter, Kernel, Noise, Op, Place, Reduction, Statement, Type, Unary, Value};
 
 /// What a call of `kernel` gives for values of a graph. Without a kernel nothing: the call's shapes were refused.
 pub fn evaluated(kernel: Option<&Kernel>, operands: &[&GraphValue], result: Shape) -> GraphValue {
     let arrays = operands.iter().map(|operand| {
         let elements = 0..operand.shape.count();
-        elements.map(|i| operand.float(i) as f32).collect()
+        let number = |i: usize| match operand.shape.dtype {
+            // Words are kept as bits.
+            DType::U32 => f32::from_bits(operand.float(i) as u32),
+            _ => operand.float(i) as f32,
+        };
+        elements.map(number).collect()
     });
     let arrays: Vec<Vec<f32>> = arrays.collect();
     let out = kernel.map(|kernel| kernel.evaluate(&arrays));
@@ -175,6 +182,16 @@ impl Run<'_> {
                 }
                 None
             }
+            Op::KeepColumns(scratch, value, place) => {
+                let [row, column] = place.map(|at| self.get(at).data[0] as usize);
+                let value = &self.values[value.0];
+                let memory = &mut self.scratch[scratch.0];
+                for (r, line) in value.data.chunks(value.columns).enumerate() {
+                    let at = (row + r) * memory.columns + column;
+                    memory.data[at..at + line.len()].copy_from_slice(line);
+                }
+                None
+            }
             Op::Unary(op, x) => {
                 let x = self.get(*x).data.iter();
                 matrix(x.map(|x| unary(*op, *x)).collect())
@@ -255,6 +272,7 @@ impl Run<'_> {
                 let lines = x.data.chunks(x.columns);
                 matrix(lines.flat_map(|line| [line, line].concat()).collect())
             }
+            Op::Noise(noise) => matrix(self.noise(*noise, [rows, columns])),
             Op::MatMul {
                 lhs,
                 rhs,
@@ -274,10 +292,40 @@ impl Run<'_> {
         }
     }
 
+    fn noise(&self, noise: Noise, [rows, columns]: [usize; 2]) -> Vec<f32> {
+        let [key, first] = noise.windows.map(|window| {
+            let [batch, ..] = self.origin(window);
+            let of = &self.kernel.windows[window];
+            let words = &self.operands[window][batch * of.array[1] * of.array[2]..];
+            words.iter().map(|word| word.to_bits()).collect::<Vec<_>>()
+        });
+        let origin = |block: Option<(usize, usize)>| {
+            block.map_or(0, |(dim, size)| self.block(dim) * size) as u32
+        };
+        let row = self.get(noise.row).data[0] as u32 + origin(noise.blocks[0]);
+        let column = noise.column as u32 + origin(noise.blocks[1]);
+        let at = |i: usize| {
+            let row = first[0].wrapping_add(row + (i / columns) as u32);
+            let column = column + (i % columns) as u32;
+            let position = row.wrapping_mul(noise.columns as u32).wrapping_add(column);
+            rounding_noise_at([key[0], key[1]], RoundingStream(0), position)
+        };
+        (0..rows * columns).map(at).collect()
+    }
+
+    /// The number of the block that a dimension of the grid counts.
+    fn block(&self, dim: usize) -> usize {
+        let grid = &self.kernel.grid;
+        match self.kernel.shared && dim + 1 == grid.len() {
+            true => self.place[dim - 1] * grid[dim] + self.place[dim],
+            false => self.place[dim],
+        }
+    }
+
     /// Where a window's block begins in its array: batch entry, row, column.
     fn origin(&self, window: usize) -> [usize; 3] {
         let window = &self.kernel.windows[window];
-        let mut at = window.index.map(|dim| dim.map_or(0, |dim| self.place[dim]));
+        let mut at = window.index.map(|dim| dim.map_or(0, |dim| self.block(dim)));
         let last = window.array[1] / window.block[0] - 1;
         at[1] = match window.place {
             Place::Own => at[1],

@@ -30,6 +30,8 @@ pub struct Kernel {
     ordered: BTreeSet<usize>,
     /// Whether Mosaic counts the last two dimensions as one.
     joined: bool,
+    /// Whether the last two dimensions count blocks together.
+    shared: bool,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
     /// The types of scratch memories.
@@ -39,7 +41,8 @@ pub struct Kernel {
     body: Vec<Statement>,
 }
 
-/// What a step sees of an array `[batch, rows, columns]`.
+/// What a step sees of an array `[batch, rows, columns]`. One of `u32` lies in the core's memory of scalars: words are read from
+/// it one at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     pub dtype: DType,
@@ -117,6 +120,8 @@ enum Op {
     Kept(Scratch, Value, usize),
     /// Puts a value into a scratch memory, from a row and a column.
     Keep(Scratch, Value, Value, usize),
+    /// Puts a value into a scratch memory, from a row and a column, both known when it runs.
+    KeepColumns(Scratch, Value, [Value; 2]),
     /// Runs the body where the step is in this place along a dimension of the grid, or where it is not; of several dimensions
     /// the sum of the places counts.
     When {
@@ -146,6 +151,8 @@ enum Op {
     Rotate(Value, usize),
     /// Each row of a matrix of bf16 twice.
     Twice(Value),
+    /// The noise of stochastic rounding.
+    Noise(Noise),
     /// `lhs rhs + start`, or with the rhs transposed: `f32` of floats, `s32` of `s8`.
     MatMul {
         lhs: Value,
@@ -162,6 +169,21 @@ enum Op {
         body: Vec<Statement>,
         next: Vec<Value>,
     },
+}
+
+/// Where a matrix lies in a tensor of rows that is rounded with noise, and what the noise is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Noise {
+    /// The window of the key's two words, and that of the row of the tensor that the kernel's first row is.
+    pub windows: [usize; 2],
+    /// Columns of the tensor.
+    pub columns: usize,
+    /// The dimension of the grid that counts blocks of rows, and one that counts blocks of columns; with rows and columns of a
+    /// block.
+    pub blocks: [Option<(usize, usize)>; 2],
+    /// The matrix's first row and first column within the block.
+    pub row: Value,
+    pub column: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -205,6 +227,7 @@ impl Kernel {
             memory: VMEM_BYTES,
             ordered: BTreeSet::new(),
             joined: false,
+            shared: false,
             windows,
             scratch: Vec::new(),
             types: Vec::new(),
@@ -218,6 +241,12 @@ impl Kernel {
         self.joined = true;
     }
 
+    /// Has the last two dimensions of the grid count blocks together, where windows have the last one as their index: cores share the
+    /// first of them, and each takes the steps of the other in order.
+    pub fn share_last_dims(&mut self) {
+        self.shared = true;
+    }
+
     /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed
     /// with, unless all steps see the same.
     pub fn window_bytes(&self) -> usize {
@@ -228,7 +257,8 @@ impl Kernel {
             let numbers = rows.next_multiple_of(tile_rows) * columns.next_multiple_of(LANES);
             copies * w.dtype.bits() * numbers / 8
         };
-        self.windows.iter().map(bytes).sum()
+        let vectors = self.windows.iter().filter(|w| w.dtype != DType::U32);
+        vectors.map(bytes).sum()
     }
 
     /// Bytes of scratch memory.
@@ -292,6 +322,11 @@ impl Kernel {
             Type::Row => [1, 1],
             Type::Matrix { rows, columns, .. } => [rows, columns],
         }
+    }
+
+    /// Columns of the array that a window is of.
+    pub fn window_columns(&self, window: usize) -> usize {
+        self.windows[window].array[2]
     }
 
     pub fn splat(&mut self, dtype: DType, [rows, columns]: [usize; 2], number: f64) -> Value {
@@ -415,6 +450,15 @@ impl Kernel {
         self.body.push(Statement {
             results: Vec::new(),
             op: Op::Keep(scratch, value, row, column),
+        });
+    }
+
+    /// Puts a value into the columns of a scratch memory that `column` is the first of, a multiple of [`LANES`].
+    pub fn keep_columns(&mut self, scratch: Scratch, value: Value, row: usize, column: Value) {
+        let row = self.row(row);
+        self.body.push(Statement {
+            results: Vec::new(),
+            op: Op::KeepColumns(scratch, value, [row, column]),
         });
     }
 
@@ -600,7 +644,7 @@ impl Kernel {
         self.push(of, Op::ReduceRows(kind, x))
     }
 
-    /// Rows as columns, of 32 bits a number.
+    /// Rows as columns.
     pub fn transpose(&mut self, x: Value) -> Value {
         let [rows, columns] = self.size(x);
         let of = self.of_size(x, [columns, rows]);
@@ -649,6 +693,17 @@ impl Kernel {
             columns,
         };
         self.push(of, Op::Twice(x))
+    }
+
+    /// Noise of stochastic rounding, `f32` uniform in `[-0.5, 0.5)`: [`crate::graph::random::rounding_noise_at`] of each element's
+    /// position in the tensor, in a stream of its key's own.
+    pub fn noise(&mut self, noise: Noise, [rows, columns]: [usize; 2]) -> Value {
+        let of = Type::Matrix {
+            dtype: DType::F32,
+            rows,
+            columns,
+        };
+        self.push(of, Op::Noise(noise))
     }
 
     /// `lhs rhs^T + start`.

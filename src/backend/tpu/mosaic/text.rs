@@ -9,7 +9,10 @@ use serde_json::json;
 
 use crate::dtype::DType;
 
-use super::{Binary, Counter, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value, Window};
+use super::{
+    Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
+    Window,
+};
 
 /// Bytes of the core's memory that a kernel takes; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
@@ -136,6 +139,14 @@ impl Kernel {
         text + "}\n"
     }
 
+    /// The step's place along a dimension of the grid, which `%g` may be the number of a block instead of.
+    fn own_place(&self, dim: usize) -> String {
+        match self.shared && dim + 1 == self.grid.len() {
+            true => format!("%own{dim}"),
+            false => format!("%g{dim}"),
+        }
+    }
+
     /// The grid as Mosaic counts it.
     fn steps(&self) -> Steps {
         let mut steps = Steps {
@@ -149,7 +160,15 @@ impl Kernel {
                 .collect(),
             places: String::new(),
         };
-        if let (true, &[.., first, last]) = (self.joined, &self.grid[..]) {
+        if let (true, &[.., _, last]) = (self.shared, &self.grid[..]) {
+            let inner = self.grid.len() - 1;
+            let outer = inner - 1;
+            steps.arguments[inner] = format!("%own{inner}: i32");
+            steps.places = format!(
+                "%count = arith.constant {last} : i32\n%before = arith.muli %g{outer}, %count : i32\n\
+                 %g{inner} = arith.addi %before, %own{inner} : i32\n"
+            );
+        } else if let (true, &[.., first, last]) = (self.joined, &self.grid[..]) {
             let dim = self.grid.len() - 2;
             let inner = dim + 1;
             let is_ordered = [dim, inner].iter().any(|dim| self.ordered.contains(dim));
@@ -257,6 +276,17 @@ impl Kernel {
                     self::name(*row)
                 )
             }
+            Op::KeepColumns(scratch, value, [row, column]) => {
+                let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
+                let (x, of) = (self::name(*value), self.vector(*value));
+                let place = format!("{x}_s{at}_r{}_c{}", row.0, column.0);
+                format!(
+                    "{place} = \"tpu.assume_multiple\"({}) {{multiple = {LANES} : i32}} : (index) -> index\n\
+                     vector.store {x}, %s{at}[{}, {place}] : {memory}, {of}",
+                    self::name(*column),
+                    self::name(*row)
+                )
+            }
             Op::When {
                 dims,
                 place,
@@ -269,7 +299,8 @@ impl Kernel {
                 let mut sum = "%none".to_owned();
                 for dim in dims {
                     let next = format!("{condition}_g{dim}");
-                    let _ = writeln!(text, "{next} = arith.addi {sum}, %g{dim} : i32");
+                    let own = self.own_place(*dim);
+                    let _ = writeln!(text, "{next} = arith.addi {sum}, {own} : i32");
                     sum = next;
                 }
                 let _ = writeln!(
@@ -414,6 +445,10 @@ impl Kernel {
                     self::name(*x)
                 )
             }
+            Op::Noise(noise) => {
+                self.noise_text(text, *noise, &name, &of);
+                return;
+            }
             Op::MatMul {
                 lhs,
                 rhs,
@@ -454,6 +489,87 @@ impl Kernel {
         };
         text.push_str(&line);
         text.push('\n');
+    }
+
+    /// [`crate::graph::random::rounding_bits_at`] of the position of each element, as a number.
+    fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: &str) {
+        let bits = of.replace("xf32>", "xi32>");
+        let mut scalars = 0;
+        let mut scalar = |text: &mut String, op: &str| {
+            scalars += 1;
+            let _ = writeln!(text, "{name}_s{scalars} = {op}");
+            format!("{name}_s{scalars}")
+        };
+        let word = |window: usize, at: usize| {
+            let memory = memref(&self.windows[window]);
+            format!("memref.load %w{window}[%zero, %zero, {name}_w{at}] : {memory}")
+        };
+        for at in 0..2 {
+            let _ = writeln!(text, "{name}_w{at} = arith.constant {at} : index");
+        }
+        let [key, first] = noise.windows;
+        let high = scalar(text, &word(key, 0));
+        let low = scalar(text, &word(key, 1));
+        let first = scalar(text, &word(first, 0));
+        let row = format!("arith.index_cast {} : index to i32", self::name(noise.row));
+        let mut row = scalar(text, &row);
+        row = scalar(text, &format!("arith.addi {row}, {first} : i32"));
+        let mut column = scalar(text, &format!("arith.constant {} : i32", noise.column));
+        for (at, block) in [&mut row, &mut column].into_iter().zip(noise.blocks) {
+            let Some((dim, size)) = block else {
+                continue;
+            };
+            let size = scalar(text, &format!("arith.constant {size} : i32"));
+            let origin = scalar(text, &format!("arith.muli %g{dim}, {size} : i32"));
+            *at = scalar(text, &format!("arith.addi {at}, {origin} : i32"));
+        }
+        let columns = scalar(text, &format!("arith.constant {} : i32", noise.columns));
+        let origin = scalar(text, &format!("arith.muli {row}, {columns} : i32"));
+        let origin = scalar(text, &format!("arith.addi {origin}, {column} : i32"));
+        let mut vectors = 0;
+        let mut vector = |text: &mut String, op: String| {
+            vectors += 1;
+            let _ = writeln!(text, "{name}_v{vectors} = {op} : {bits}");
+            format!("{name}_v{vectors}")
+        };
+        let splat = |number: u32| format!("arith.constant dense<{}>", number as i32);
+        let rows = vector(text, "tpu.iota {dimensions = array<i32: 0>}".to_owned());
+        let width = vector(text, splat(noise.columns as u32));
+        let rows = vector(text, format!("arith.muli {rows}, {width}"));
+        let along = vector(text, "tpu.iota {dimensions = array<i32: 1>}".to_owned());
+        let within = vector(text, format!("arith.addi {rows}, {along}"));
+        let spread = |scalar: &str| format!("vector.broadcast {scalar} : i32 to");
+        let _ = writeln!(text, "{name}_o = {} {bits}", spread(&origin));
+        let _ = writeln!(text, "{name}_h = {} {bits}", spread(&high));
+        let _ = writeln!(text, "{name}_l = {} {bits}", spread(&low));
+        let mut x = vector(text, format!("arith.addi {within}, {name}_o"));
+        x = vector(text, format!("arith.xori {x}, {name}_h"));
+        let mut shifted = |text: &mut String, x: &str, by: u32| {
+            let by = vector(text, splat(by));
+            let shifted = vector(text, format!("arith.shrui {x}, {by}"));
+            vector(text, format!("arith.xori {x}, {shifted}"))
+        };
+        x = shifted(text, &x, 16);
+        let _ = writeln!(
+            text,
+            "{name}_m0 = arith.constant dense<{}> : {bits}\n{name}_x0 = arith.muli {x}, {name}_m0 : {bits}",
+            0x7FEB_352D_u32 as i32
+        );
+        x = shifted(text, &format!("{name}_x0"), 15);
+        let _ = writeln!(
+            text,
+            "{name}_x1 = arith.addi {x}, {name}_l : {bits}\n\
+             {name}_m1 = arith.constant dense<{}> : {bits}\n{name}_x2 = arith.muli {name}_x1, {name}_m1 : {bits}",
+            0x846C_A68B_u32 as i32
+        );
+        x = shifted(text, &format!("{name}_x2"), 16);
+        let _ = writeln!(
+            text,
+            "{name}_e = arith.constant dense<8> : {bits}\n{name}_t = arith.shrui {x}, {name}_e : {bits}\n\
+             {name}_f = arith.sitofp {name}_t : {bits} to {of}\n\
+             {name}_u = arith.constant dense<0x33800000> : {of}\n{name}_n = arith.mulf {name}_f, {name}_u : {of}\n\
+             {name}_c = arith.constant dense<0x3F000000> : {of}\n{name} = arith.subf {name}_n, {name}_c : {of}"
+        );
     }
 
     fn repetition(
@@ -550,7 +666,10 @@ fn block_of(vector: &str) -> String {
 
 fn memref(window: &Window) -> String {
     let [rows, columns] = window.block;
-    format!("memref<1x{rows}x{columns}x{}>", element(window.dtype))
+    match window.dtype {
+        DType::U32 => format!("memref<1x{rows}x{columns}xi32, #tpu.memory_space<smem>>"),
+        dtype => format!("memref<1x{rows}x{columns}x{}>", element(dtype)),
+    }
 }
 
 fn element(dtype: DType) -> String {

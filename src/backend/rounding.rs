@@ -1,0 +1,74 @@
+//! What an operand of a product was before AQT's int8 rounded it, for claims whose kernels round it themselves.
+
+use crate::dtype::DType;
+use crate::graph::{Composite, Graph, NumericsConvention, Op, Rounding, TensorFormat};
+
+/// An operand before it was rounded. Numbers are nodes.
+#[derive(Clone, Copy)]
+pub(super) struct Rounded {
+    pub x: u32,
+    /// The key of the noise that it was rounded with.
+    pub noise: Option<u32>,
+}
+
+impl Rounded {
+    /// What was rounded to `values` by AQT's int8, with the scale `scale` that was found for each index of `kept`; `f32` or `bf16`.
+    pub fn to(graph: &Graph, values: u32, scale: u32, kept: &[usize]) -> Option<Rounded> {
+        let node = |id: u32| &graph.nodes[id as usize];
+        let rounding = match node(values).op {
+            Op::Stored => node(node(values).operands[0]),
+            _ => node(values),
+        };
+        let Op::Composite {
+            kind:
+                Composite::Quantize {
+                    kept: along,
+                    format,
+                },
+            ..
+        } = &rounding.op
+        else {
+            return None;
+        };
+        let x = rounding.operands[0];
+        let finding = node(scale);
+        let finds = matches!(
+            &finding.op,
+            Op::Composite { kind: Composite::FindScale { kept: of_scale, format: found }, .. }
+                if of_scale == kept && found == format
+        );
+        let nearest = TensorFormat {
+            rounding: Rounding::NearestEven,
+            ..*format
+        };
+        let is_whole = finds
+            && along == kept
+            && rounding.operands[1] == scale
+            && finding.operands[0] == x
+            && nearest == TensorFormat::int8(NumericsConvention::Aqt)
+            && matches!(node(x).shape.dtype, DType::F32 | DType::BF16);
+        if !is_whole {
+            return None;
+        }
+        let noise = match rounding.operands.get(2) {
+            None => None,
+            Some(noise) => Some(key(graph, *noise)?),
+        };
+        Some(Rounded { x, noise })
+    }
+}
+
+/// The key of what is the noise of this program, of a tensor whose positions fit a word.
+fn key(graph: &Graph, noise: u32) -> Option<u32> {
+    let node = &graph.nodes[noise as usize];
+    match &node.op {
+        Op::Composite {
+            kind: Composite::RoundingNoise { .. },
+            ..
+        } => {
+            let fits = node.shape.count() <= u32::MAX as usize;
+            fits.then_some(node.operands[0])
+        }
+        _ => None,
+    }
+}

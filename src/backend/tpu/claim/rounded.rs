@@ -1,0 +1,325 @@
+//! Products of training steps whose operands are rounded to int8: forward, and both of the derivative.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::backend::follow;
+use crate::backend::rounding::Rounded;
+use crate::dtype::DType;
+use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Tensor};
+use crate::shape::Shape;
+
+use super::super::{Features, RoundedGradient, RoundedProduct};
+use super::{Result, is_split};
+
+/// The nodes that read each node ([`follow::users`]).
+type Users = [Vec<Option<usize>>];
+
+/// A product that the kernel takes. Numbers are nodes.
+pub(super) struct Product {
+    kernel: RoundedProduct,
+    x: Rounded,
+    weights: u32,
+    /// Of the weights' columns.
+    scale: u32,
+    bias: Option<u32>,
+    /// The dimension of the weights that is contracted.
+    contracted: usize,
+    /// Of the result.
+    shape: Shape,
+    parts: usize,
+}
+
+impl Product {
+    pub(super) fn call(&self, b: &Builder, copies: &[Tensor]) -> Result<Tensor> {
+        let copy = |id: u32| copies[id as usize];
+        let mut weights = copy(self.weights);
+        if (self.contracted == 0) != self.kernel.terms_first {
+            weights = b.transpose(weights, &[1, 0])?;
+        }
+        let lying = [&[1], &b.dims(weights)[..]].concat();
+        let columns = self.shape.dims.last().copied().unwrap_or(1);
+        let rows = self.shape.count() / columns.max(1);
+        let x = copy(self.x.x);
+        let terms = b.shape(x).count() / rows.max(1);
+        let vector = |id: u32| {
+            let wide = b.convert(copy(id), DType::F32)?;
+            b.reshape(wide, &[1, 1, columns])
+        };
+        let mut operands = vec![
+            b.reshape(x, &[1, rows, terms])?,
+            b.reshape(weights, &lying)?,
+            vector(self.scale)?,
+        ];
+        if let Some(bias) = self.bias {
+            operands.push(vector(bias)?);
+        }
+        if let Some(key) = self.x.noise {
+            operands.extend(noise(b, copy(key), self.parts, rows / self.parts)?);
+        }
+        let y = b.push(Op::CustomCall(Arc::new(self.kernel)), &operands)?;
+        b.reshape(y, &self.shape.dims)
+    }
+}
+
+/// The operands that noise is made from: the key, and the first row of each part of the batch, of `rows` rows each.
+fn noise(b: &Builder, key: Tensor, parts: usize, rows: usize) -> Result<[Tensor; 2]> {
+    let key = b.reshape(key, &[1, 1, 2])?;
+    let first = b.iota(Shape::new(DType::U32, [parts, 1, 1]), 0)?;
+    let first = b.mul_scalar(first, rows as f64)?;
+    Ok([key, first])
+}
+
+/// Decides which products the kernels take.
+pub(super) struct Claims<'a> {
+    graph: &'a Graph,
+    features: Features,
+    /// Parts of the batch.
+    parts: usize,
+    /// Which dimensions of each input devices share.
+    is_split: &'a [Vec<bool>],
+}
+
+impl<'a> Claims<'a> {
+    pub fn of(
+        graph: &'a Graph,
+        features: Features,
+        parts: usize,
+        is_split: &'a [Vec<bool>],
+    ) -> Claims<'a> {
+        Claims {
+            graph,
+            features,
+            parts,
+            is_split,
+        }
+    }
+
+    fn shape(&self, id: u32) -> &'a Shape {
+        &self.graph.nodes[id as usize].shape
+    }
+
+    /// The products of rows with weights, by the node whose value the kernel gives.
+    pub fn products(&self, users: &Users) -> HashMap<usize, Product> {
+        let live = self.live(users);
+        live.filter_map(|i| self.product(users, i)).collect()
+    }
+
+    /// The gradients of weights, by the node whose value the kernel gives.
+    pub fn gradients(&self, users: &Users) -> HashMap<usize, Gradient> {
+        let live = self.live(users);
+        let weights = self.weights_by_rows();
+        live.filter_map(|i| Some((i, self.gradient(i, &weights)?)))
+            .collect()
+    }
+
+    /// The weights that rows are multiplied with, by these rows before they were rounded.
+    fn weights_by_rows(&self) -> HashMap<u32, u32> {
+        let products = (0..self.graph.nodes.len()).filter_map(|i| {
+            let (dims, [lhs, rhs, ..]) = self.scaled(i)?;
+            let rounding = &self.graph.nodes[lhs as usize];
+            let rows = self.before_reshapes(*rounding.operands.first()?);
+            (dims.rhs_contract.len() == 1).then_some((rows, rhs))
+        });
+        products.collect()
+    }
+
+    fn live(&self, users: &Users) -> impl Iterator<Item = usize> {
+        let nodes = 0..self.graph.nodes.len();
+        nodes.filter(|i| !users[*i].is_empty() && self.features.int8)
+    }
+
+    fn product(&self, users: &Users, i: usize) -> Option<(usize, Product)> {
+        let (dims, [lhs, rhs, lhs_scale, rhs_scale]) = self.scaled(i)?;
+        let last = self.shape(lhs).rank().checked_sub(1)?;
+        let &[contracted] = &dims.rhs_contract[..] else {
+            return None;
+        };
+        let weights = self.shape(rhs);
+        let is_matrix = dims.lhs_batch.is_empty()
+            && dims.lhs_contract == [last]
+            && weights.rank() == 2
+            && weights.dtype == DType::S8;
+        let kept: Vec<usize> = (0..last).collect();
+        let x = Rounded::to(self.graph, lhs, lhs_scale, &kept).filter(|_| is_matrix)?;
+        let followed = follow::bias_and_rounding(self.graph, users, i);
+        let result = self.shape(followed.root as u32);
+        let takes = self.shape(x.x).dtype == DType::BF16
+            && followed.result == DType::BF16
+            && is_split(result, self.parts);
+        let [terms, columns] = [contracted, 1 - contracted].map(|d| weights.dims[d]);
+        let rows = result.count() / columns.max(1);
+        // The dimension that is shared cannot be the one that lies along memory.
+        let contiguous = match self.shared_dim(rhs) {
+            Some(shared) => 1 - shared,
+            None => 1,
+        };
+        let kernel = RoundedProduct {
+            terms_first: contiguous != contracted,
+            bias: followed.bias.is_some(),
+            noise: x.noise.is_some(),
+            memory: self.features.kernel_memory,
+        };
+        let fits = takes && kernel.fits(rows / self.parts, terms, columns);
+        fits.then(|| {
+            let product = Product {
+                kernel,
+                x,
+                weights: rhs,
+                scale: rhs_scale,
+                bias: followed.bias,
+                contracted,
+                shape: result.clone(),
+                parts: self.parts,
+            };
+            (followed.root, product)
+        })
+    }
+
+    fn gradient(&self, i: usize, weights: &HashMap<u32, u32>) -> Option<Gradient> {
+        let (dims, [lhs, rhs, lhs_scale, rhs_scale]) = self.scaled(i)?;
+        let last = self.shape(lhs).rank().checked_sub(1)?;
+        let batch = dims.lhs_batch.len();
+        let contracted: Vec<usize> = (batch..last).collect();
+        let own: Vec<usize> = (0..batch).collect();
+        let all =
+            |places: [&Vec<usize>; 2], are: &[usize]| places.iter().all(|dims| ***dims == *are);
+        let is_gradient = batch <= 1
+            && self.shape(rhs).rank() == last + 1
+            && all([&dims.lhs_batch, &dims.rhs_batch], &own)
+            && all([&dims.lhs_contract, &dims.rhs_contract], &contracted);
+        if !is_gradient {
+            return None;
+        }
+        let kept: Vec<usize> = own.iter().copied().chain([last]).collect();
+        let gradient = Rounded::to(self.graph, lhs, lhs_scale, &kept)?;
+        let x = Rounded::to(self.graph, rhs, rhs_scale, &kept)?;
+        let of_gradient = self.shape(gradient.x);
+        // A part of the batch has scales of its own.
+        let groups = if batch == 1 { of_gradient.dims[0] } else { 1 };
+        let rows = contracted.iter().map(|d| of_gradient.dims[*d]).product();
+        let [outputs, inputs] = [gradient.x, x.x].map(|id| self.shape(id).dims[last]);
+        // It lies as the weights do, by which the derivative of `x` multiplies the same gradient. The result's rows are moved on the
+        // chip, where the weights do not say so the fewer.
+        let weights = weights.get(&self.before_reshapes(gradient.x));
+        let shared = weights.and_then(|weights| self.shared_dim(*weights));
+        let kernel = RoundedGradient {
+            inputs_first: shared.map_or(inputs < outputs, |shared| shared == 1),
+            cores: if self.features.one_core { 1 } else { 2 },
+            memory: self.features.kernel_memory,
+        };
+        let result = &self.graph.nodes[i].shape;
+        let is_bf16 = |id: u32| self.shape(id).dtype == DType::BF16;
+        let takes = is_bf16(gradient.x)
+            && is_bf16(x.x)
+            && result.dtype == DType::F32
+            && x.noise.is_none()
+            && groups == self.parts
+            && kernel.fits(rows, outputs, inputs);
+        let key = gradient.noise.filter(|_| takes)?;
+        Some(Gradient {
+            kernel,
+            gradient: gradient.x,
+            x: x.x,
+            key,
+            parts: self.parts,
+            rows,
+            shape: result.clone(),
+        })
+    }
+
+    /// Node `i` as a product of matrices with scales of both, and its operands: both, then the scales.
+    fn scaled(&self, i: usize) -> Option<(&'a DotDims, [u32; 4])> {
+        let node = &self.graph.nodes[i];
+        match &node.op {
+            Op::Composite {
+                kind:
+                    Composite::ScaledContraction {
+                        contraction: Contraction::Dot(dims),
+                        lhs_scale: true,
+                        rhs_scale: true,
+                    },
+                ..
+            } => Some((dims, node.operands[..].try_into().ok()?)),
+            _ => None,
+        }
+    }
+
+    fn before_reshapes(&self, mut id: u32) -> u32 {
+        while let Node {
+            op: Op::Reshape(_),
+            operands,
+            ..
+        } = &self.graph.nodes[id as usize]
+        {
+            id = operands[0];
+        }
+        id
+    }
+
+    /// The dimension of a matrix that devices share, where it is made of an input, or of one of a stack of them, element by element.
+    fn shared_dim(&self, matrix: u32) -> Option<usize> {
+        let mut at = matrix;
+        loop {
+            let node = &self.graph.nodes[at as usize];
+            match &node.op {
+                Op::Parameter(input) => {
+                    let is_split = self.is_split.get(*input)?;
+                    let own = is_split.len().checked_sub(2)?;
+                    return is_split[own..].iter().position(|is_split| *is_split);
+                }
+                Op::Composite {
+                    kind: Composite::Quantize { .. },
+                    ..
+                }
+                | Op::Stored
+                | Op::Convert(_)
+                | Op::ShardingConstraint(_)
+                | Op::Slice { .. } => at = *node.operands.first()?,
+                // Derivatives compute a weight's own form again, behind a barrier.
+                Op::GetTupleElement(of) => {
+                    let barrier = &self.graph.nodes[node.operands[0] as usize];
+                    if !matches!(barrier.op, Op::OptimizationBarrier) {
+                        return None;
+                    }
+                    at = *barrier.operands.get(*of)?;
+                }
+                // That of a stack without the others.
+                Op::Reshape(dims) if self.shape(node.operands[0]).dims.ends_with(dims) => {
+                    at = node.operands[0];
+                }
+                _ => return None,
+            }
+        }
+    }
+}
+
+/// The gradient of weights that the kernel takes. Numbers are nodes.
+pub(super) struct Gradient {
+    kernel: RoundedGradient,
+    gradient: u32,
+    x: u32,
+    key: u32,
+    /// Parts of the batch, and rows of each.
+    parts: usize,
+    rows: usize,
+    /// Of the result.
+    shape: Shape,
+}
+
+impl Gradient {
+    pub(super) fn call(&self, b: &Builder, copies: &[Tensor]) -> Result<Tensor> {
+        let [gradient, x] = [self.gradient, self.x].map(|id| {
+            let x = copies[id as usize];
+            let columns = b.dims(x).last().copied().unwrap_or(1);
+            b.reshape(x, &[self.parts, self.rows, columns])
+        });
+        let [key, first] = noise(b, copies[self.key as usize], self.parts, self.rows)?;
+        let call = Op::CustomCall(Arc::new(self.kernel));
+        let mut y = b.push(call, &[gradient?, x?, key, first])?;
+        if self.kernel.inputs_first {
+            y = b.transpose(y, &[0, 2, 1])?;
+        }
+        b.reshape(y, &self.shape.dims)
+    }
+}

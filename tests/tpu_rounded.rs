@@ -1,0 +1,133 @@
+//! The TPU kernels of products that training steps round to int8, against the graphs that they stand for, on the host.
+
+use maxdiff::backend::tpu::claim_training;
+use maxdiff::dtype::DType;
+use maxdiff::graph::{Builder, DotDims, Graph, Init, evaluate, vjp};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
+use maxdiff::shape::Shape;
+use maxdiff::topology::Chip;
+
+use crate::tpu_gradients::every_chip_takes;
+use crate::tpu_kernels::inputs;
+
+/// A linear layer in bf16 with its derivative, in int8: rows of the batch, tokens, inputs and outputs. Ranges of the weights' gradient
+/// are found in `parts` parts of the batch.
+fn trained_linear([batch, tokens, inputs, outputs]: [usize; 4], parts: usize) -> Graph {
+    let b = Builder::new();
+    let of = |name: &str, features: usize| {
+        let shape = Shape::new(DType::BF16, [batch, tokens, features]);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let [x, gradient] = [of("x", inputs), of("gradient", outputs)];
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
+        .unwrap();
+    let layer = b.root("m");
+    let parameter = |name: &str, dims: &[usize]| {
+        let shape = Shape::new(DType::BF16, dims);
+        layer.param(name, shape, Init::Ones, &[]).unwrap()
+    };
+    let [weight, bias] = [
+        parameter("weight", &[outputs, inputs]),
+        parameter("bias", &[outputs]),
+    ];
+    let dims = DotDims {
+        lhs_contract: vec![2],
+        rhs_contract: vec![1],
+        ..DotDims::default()
+    };
+    let y = layer.dot_general(x, weight, dims, DType::F32).unwrap();
+    let bias = layer.convert(bias, DType::F32).unwrap();
+    let bias = layer.broadcast_in_dim(bias, &[2], &[batch, tokens, outputs]);
+    let y = layer.add(y, bias.unwrap()).unwrap();
+    let y = layer.convert(y, DType::BF16).unwrap();
+    annotate(&b, &Policy::aqt_int8("m/", parts, Vec::new(), &[]).unwrap()).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[x, weight]).unwrap();
+    for (name, value) in [("y", y), ("dx", found[0]), ("dw", found[1])] {
+        b.output(name, value, None).unwrap();
+    }
+    lower(&b.finish()).unwrap()
+}
+
+/// Numbers for all inputs; of the key two words that fill their bits.
+fn values(graph: &Graph) -> Vec<HostTensor> {
+    let values = graph.inputs.iter().zip(inputs(graph));
+    let values = values.map(|(input, value)| match input.name == ROUNDING_KEY {
+        true => {
+            let words = [f64::from(0x9E37_79B9_u32), f64::from(0xDEAD_BEEF_u32)];
+            HostTensor::from_f64(input.shape.clone(), &words).unwrap()
+        }
+        false => value,
+    });
+    values.collect()
+}
+
+/// The kernels of a graph, by name.
+fn names(graph: &Graph) -> Vec<&'static str> {
+    let mut names = Vec::new();
+    graph.visit_calls(&mut |_, _, call| names.push(call.name()));
+    names.sort_unstable();
+    names
+}
+
+const ALL: [&str; 3] = [
+    "int8_gradient_of_weights",
+    "rounded_int8_product",
+    "stochastic_int8_product",
+];
+
+#[test]
+fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
+    // One block, of a weight that lies as it is, is shared along its outputs, or along its inputs; several blocks of rows and columns;
+    // a part of the batch that is one entry, and one that is two.
+    let both = [Chip::V5e, Chip::V5p];
+    let cases: [([usize; 4], usize, Option<usize>, &[Chip]); 6] = [
+        ([1, 128, 128, 256], 1, None, &both),
+        ([1, 128, 128, 256], 1, Some(0), &both),
+        ([1, 128, 128, 256], 1, Some(1), &both),
+        ([1, 384, 128, 1408], 1, None, &[Chip::V5e]),
+        ([2, 128, 256, 256], 2, None, &[Chip::V5e]),
+        ([4, 64, 256, 256], 2, None, &[Chip::V5p]),
+    ];
+    for (sizes, parts, split, chips) in cases {
+        let graph = trained_linear(sizes, parts);
+        let weight = graph.inputs.iter().position(|i| i.name == "m/weight");
+        let mut is_split = vec![Vec::new(); graph.inputs.len()];
+        is_split[weight.unwrap()] = [0, 1].map(|dim| Some(dim) == split).to_vec();
+        let inputs = values(&graph);
+        let expected = evaluate(&graph, &inputs).unwrap();
+        for chip in chips {
+            let kernels = claim_training(&graph, chip.features(), parts, &is_split).unwrap();
+            assert_eq!(names(&kernels), ALL, "{sizes:?} {parts} {split:?} {chip:?}");
+            let found = evaluate(&kernels, &inputs).unwrap();
+            assert!(expected == found, "{sizes:?} {parts} {split:?} {chip:?}");
+        }
+    }
+}
+
+#[test]
+fn every_chip_that_multiplies_int8_takes_the_kernels() {
+    // Several blocks of rows and of columns; the gradient's rows are inputs in one and outputs in the other.
+    for sizes in [[1, 1024, 256, 2560], [1, 1024, 1280, 256]] {
+        every_chip_takes(&trained_linear(sizes, 1), |chip| match chip {
+            Chip::V4 | Chip::Tpu7x => 0,
+            _ => 3,
+        });
+    }
+}
+
+#[test]
+fn what_the_kernels_do_not_take_stays_the_compilers() {
+    // Rows that are no tiles, features that fill no register; ranges that are found in fewer parts than there are devices.
+    let names_of = |sizes, shards, parts| {
+        let graph = trained_linear(sizes, shards);
+        names(&claim_training(&graph, Chip::V5e.features(), parts, &[]).unwrap())
+    };
+    assert_eq!(names_of([1, 77, 128, 256], 1, 1), [""; 0]);
+    assert_eq!(names_of([1, 128, 320, 320], 1, 1), ALL[1..]);
+    assert_eq!(names_of([2, 128, 128, 256], 1, 2), ALL[1..]);
+    // A chip that does not multiply int8.
+    let graph = trained_linear([1, 128, 128, 256], 1);
+    let kernels = claim_training(&graph, Chip::V4.features(), 1, &[]).unwrap();
+    assert_eq!(names(&kernels), [""; 0]);
+}
