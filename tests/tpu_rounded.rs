@@ -2,7 +2,7 @@
 
 use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, DotDims, Graph, Init, evaluate, vjp};
+use maxdiff::graph::{Builder, ConvDims, DotDims, Graph, Init, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::shape::Shape;
@@ -42,6 +42,28 @@ fn trained_linear([batch, tokens, inputs, outputs]: [usize; 4], parts: usize) ->
     let y = layer.add(y, bias.unwrap()).unwrap();
     let y = layer.convert(y, DType::BF16).unwrap();
     annotate(&b, &Policy::aqt_int8("m/", parts, Vec::new(), &[]).unwrap()).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[x, weight]).unwrap();
+    for (name, value) in [("y", y), ("dx", found[0]), ("dw", found[1])] {
+        b.output(name, value, None).unwrap();
+    }
+    lower(&b.finish()).unwrap()
+}
+
+/// A 3x3 convolution of an image in bf16 with its derivatives, of which int8 rounds the first: images, height, width, inputs, outputs.
+fn trained_convolution([images, height, width, inputs, outputs]: [usize; 5]) -> Graph {
+    let b = Builder::new();
+    let of = |name: &str, channels: usize| {
+        let shape = Shape::new(DType::BF16, [images, height, width, channels]);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let [x, gradient] = [of("x", inputs), of("gradient", outputs)];
+    let layer = b.root("m");
+    let shape = Shape::new(DType::BF16, [outputs, inputs, 3, 3]);
+    let weight = layer.param("weight", shape, Init::Ones, &[]).unwrap();
+    let dims = ConvDims::of_image(1, (1, 1));
+    let y = layer.convolution(x, weight, dims, DType::F32).unwrap();
+    let y = layer.convert(y, DType::BF16).unwrap();
+    annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap()).unwrap();
     let found = vjp(&b, &[(y, gradient)], &[x, weight]).unwrap();
     for (name, value) in [("y", y), ("dx", found[0]), ("dw", found[1])] {
         b.output(name, value, None).unwrap();
@@ -106,6 +128,31 @@ fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
 }
 
 #[test]
+fn a_convolution_is_a_kernel_bit_for_bit() {
+    // An image that is wide, with its derivatives in bf16, which are kernels then, and one that is not.
+    let cases = [
+        (
+            [1, 8, 32, 128, 128],
+            &[
+                "convolution",
+                "convolution_gradient_of_kernel",
+                "int8_convolution",
+            ][..],
+        ),
+        ([2, 2, 32, 128, 256], &["int8_convolution"]),
+    ];
+    for (sizes, expected) in cases {
+        let graph = trained_convolution(sizes);
+        let kernels = claim_training(&graph, Chip::V5e.features(), 1, &[]).unwrap();
+        assert_eq!(names(&kernels), expected, "{sizes:?}");
+        let inputs = values(&graph);
+        let [expected, found] =
+            [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap()[0].clone());
+        assert!(expected == found, "{sizes:?}");
+    }
+}
+
+#[test]
 fn every_chip_that_multiplies_int8_takes_the_kernels() {
     // Several blocks of rows and of columns; the gradient's rows are inputs in one and outputs in the other.
     for sizes in [[1, 1024, 256, 2560], [1, 1024, 1280, 256]] {
@@ -114,6 +161,13 @@ fn every_chip_that_multiplies_int8_takes_the_kernels() {
             _ => 3,
         });
     }
+    every_chip_takes(
+        &trained_convolution([1, 32, 32, 256, 128]),
+        |chip| match chip {
+            Chip::V4 | Chip::Tpu7x => 2,
+            _ => 3,
+        },
+    );
 }
 
 #[test]

@@ -128,7 +128,11 @@ impl Layer {
     fn contracts(self) -> bool {
         matches!(
             self,
-            Layer::Linear | Layer::LinearTraining | Layer::Conv2d | Layer::TransformerBlock
+            Layer::Linear
+                | Layer::LinearTraining
+                | Layer::Conv2d
+                | Layer::Conv2dTraining
+                | Layer::TransformerBlock
         )
     }
 

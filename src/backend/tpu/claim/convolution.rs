@@ -309,7 +309,7 @@ impl Claims<'_> {
 }
 
 /// What AQT's numerics multiply images with that have this scale, in `f32`.
-fn inverse_scale(b: &Builder, scale: Tensor) -> Result<Tensor> {
+pub(super) fn inverse_scale(b: &Builder, scale: Tensor) -> Result<Tensor> {
     let one = b.full(&b.shape(scale), 1.0)?;
     let inverse = b.div(one, scale)?;
     let infinity = b.full(&b.shape(inverse), f64::INFINITY)?;

@@ -4,13 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::backend::follow;
+use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
 use crate::graph::patches::ordered;
-use crate::graph::{Builder, ConvDims, Graph, Op, Reduction, Tensor};
+use crate::graph::{Builder, Composite, Contraction, ConvDims, Graph, Op, Reduction, Tensor};
 use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
-use super::super::{Added, Arithmetic, Convolution, ConvolutionGradient, Weights};
+use super::super::{Added, Arithmetic, Convolution, ConvolutionGradient, Features, Weights};
+use super::convolution::inverse_scale;
 use super::{Result, is_split, pad_to};
 
 /// Places of a kernel.
@@ -26,7 +28,10 @@ fn is_wide(places: usize, [inputs, outputs]: [usize; 2], narrowest: usize) -> bo
 /// The convolution of an image, or the derivative of one, with the bias behind it. Numbers are nodes.
 pub(super) struct Image<'a> {
     kernel: Convolution,
+    /// Before it is rounded.
     x: u32,
+    /// The scales of images and of outputs, in int8.
+    scales: Option<[u32; 2]>,
     /// `[outputs, inputs, 3, 3]` of the convolution, which the derivative reads in reverse.
     weights: u32,
     bias: Option<u32>,
@@ -44,27 +49,36 @@ impl Image<'_> {
         let weights = b.transpose(copies[self.weights as usize], &[2, 3, 0, 1])?;
         let sizes = b.dims(weights);
         let weights = b.reshape(weights, &[1, PLACES * sizes[2], sizes[3]])?;
-        let biases = [batch, 1, outputs];
-        let biases = match self.bias {
-            Some(bias) => {
-                let bias = b.convert(copies[bias as usize], DType::F32)?;
-                b.broadcast_in_dim(bias, &[2], &biases)?
-            }
-            None => b.full(&Shape::new(DType::F32, biases), 0.0)?,
+        let rows = [batch, 1, outputs];
+        let row = |id: u32, dim: usize| {
+            let wide = b.convert(copies[id as usize], DType::F32)?;
+            b.broadcast_in_dim(wide, &[dim], &rows)
         };
-        let call = Op::CustomCall(Arc::new(self.kernel));
+        let mut of_columns = match self.bias {
+            Some(bias) => row(bias, 2)?,
+            None => b.full(&Shape::new(DType::F32, rows), 0.0)?,
+        };
         let mut operands = vec![x; 3];
         operands.extend([weights; PLACES]);
-        operands.push(biases);
+        if let Some([of_images, of_outputs]) = self.scales {
+            let inverse = inverse_scale(b, copies[of_images as usize])?;
+            operands.push(b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?);
+            let rows = [row(of_images, 0)?, row(of_outputs, 2)?, of_columns];
+            of_columns = b.concatenate(&rows, 1)?;
+        }
+        operands.push(of_columns);
+        let call = Op::CustomCall(Arc::new(self.kernel));
         let y = b.push(call, &operands)?;
         b.reshape(y, &self.shape.dims)
     }
 }
 
-/// The convolutions of wide images ([`is_wide`]), and the derivatives of such images, by the node whose value the kernel gives.
+/// The convolutions of wide images ([`is_wide`]), and the derivatives of such images, by the node whose value the kernel gives; in
+/// int8, if the chip multiplies that, those of all images: the compiler moves the integers of nine patches, the kernel rounds inside.
 pub(super) fn images<'a>(
     graph: &'a Graph,
     users: &[Vec<Option<usize>>],
+    features: Features,
     parts: usize,
     narrowest: usize,
 ) -> HashMap<usize, Image<'a>> {
@@ -72,7 +86,7 @@ pub(super) fn images<'a>(
     let live = nodes.filter(|i| !users[*i].is_empty());
     let found = live.filter_map(|i| {
         let followed = follow::bias_and_rounding(graph, users, i);
-        let image = image(graph, i, &followed, narrowest)?;
+        let image = image(graph, i, &followed, features, narrowest)?;
         let is_split = is_split(image.shape, parts);
         is_split.then_some((followed.root, image))
     });
@@ -84,22 +98,45 @@ fn image<'a>(
     graph: &'a Graph,
     i: usize,
     followed: &follow::Followed,
+    features: Features,
     narrowest: usize,
 ) -> Option<Image<'a>> {
     let node = &graph.nodes[i];
-    let (Op::Convolution { dims, .. }, &[x, kernel]) = (&node.op, &node.operands[..]) else {
-        return None;
+    let (dims, x, kernel, scales) = match (&node.op, &node.operands[..]) {
+        (Op::Convolution { dims, .. }, &[x, kernel]) => (&**dims, x, kernel, None),
+        (
+            Op::Composite {
+                kind:
+                    Composite::ScaledContraction {
+                        contraction: Contraction::Convolution(dims),
+                        lhs_scale: true,
+                        rhs_scale: true,
+                    },
+                ..
+            },
+            &[x, kernel, of_image, of_outputs],
+        ) if features.int8 => {
+            let image = Rounded::to(graph, x, of_image, &[0])?;
+            image.noise.is_none().then_some(())?;
+            (&**dims, image.x, kernel, Some([of_image, of_outputs]))
+        }
+        _ => return None,
     };
-    let shapes = [x, kernel].map(|id| graph.nodes[id as usize].shape.clone());
-    let [image, of_kernel] = &shapes;
+    let arithmetic = match scales {
+        None => Arithmetic::Bf16,
+        Some(_) => Arithmetic::Int8,
+    };
+    let shapes = [x, kernel].map(|id| &graph.nodes[id as usize].shape);
+    let [image, of_kernel] = shapes;
     let result = &graph.nodes[followed.root].shape;
-    let mut all = [image, of_kernel, result].into_iter();
-    let takes = all.all(|shape| shape.dtype == DType::BF16) && of_kernel.dims[2..] == [3, 3];
+    let takes = [image, result].iter().all(|of| of.dtype == DType::BF16)
+        && of_kernel.dtype == arithmetic.operand()
+        && of_kernel.dims[2..] == [3, 3];
     let (weights, layout) = weights(graph, dims, kernel).filter(|_| takes)?;
     let [height, width, inputs] = [1, 2, 3].map(|d| image.dims[d]);
     let outputs = result.dims[3];
     let kernel = Convolution {
-        arithmetic: Arithmetic::Bf16,
+        arithmetic,
         height,
         width,
         side: 3,
@@ -109,11 +146,16 @@ fn image<'a>(
     let found = Image {
         kernel,
         x,
+        scales,
         weights,
         bias: followed.bias,
         shape: result,
     };
-    let takes = is_wide(height * width, [inputs, outputs], narrowest);
+    let channels = [inputs, outputs];
+    let takes = match scales {
+        None => is_wide(height * width, channels, narrowest),
+        Some(_) => inputs.min(outputs) >= narrowest,
+    };
     (takes && kernel.fits(inputs, outputs)).then_some(found)
 }
 

@@ -13,9 +13,12 @@ use super::{Result, is_split, rounded};
 ///
 /// - attention that is not causal, and of its derivative,
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
-/// - the derivatives of the kernels of these convolutions.
+/// - the derivatives of the kernels of these convolutions,
+/// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
+///   weights whose ranges are found in each of the `parts` parts of the batch. `is_split` says which dimensions of each input devices
+///   share, and so how weights lie.
 ///
-/// Products and norms are left to the compiler, which fuses them with what the derivative needs of them.
+/// Other products and norms are left to the compiler, which fuses them with what the derivative needs of them.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -38,7 +41,7 @@ fn claim(
     rounded: &rounded::Claims<'_>,
 ) -> Result<Graph> {
     let users = follow::users(graph);
-    let images = images(graph, &users, parts, narrowest);
+    let images = images(graph, &users, features, parts, narrowest);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
     let mut gradients = Gradients::of(features);
