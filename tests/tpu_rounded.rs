@@ -185,3 +185,21 @@ fn what_the_kernels_do_not_take_stays_the_compilers() {
     let kernels = claim_training(&graph, Chip::V4.features(), 1, &[]).unwrap();
     assert_eq!(names(&kernels), [""; 0]);
 }
+
+#[test]
+fn gradients_lie_as_their_weights_do() {
+    let graph = trained_linear([2, 128, 256, 256], 2);
+    let weight = graph.inputs.iter().position(|i| i.name == "m/weight");
+    for split in [0, 1] {
+        let mut is_split = vec![Vec::new(); graph.inputs.len()];
+        is_split[weight.unwrap()] = [0, 1].map(|dim| dim == split).to_vec();
+        let kernels = claim_training(&graph, Chip::V5e.features(), 2, &is_split).unwrap();
+        let mut found = Vec::new();
+        kernels.visit_calls(&mut |_, _, call| found.push(format!("{call:?}")));
+        let expected = format!("inputs_first: {}", split == 1);
+        assert!(
+            found.iter().any(|call| call.contains(&expected)),
+            "{found:?}"
+        );
+    }
+}

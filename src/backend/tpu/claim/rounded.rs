@@ -118,7 +118,7 @@ impl<'a> Claims<'a> {
         let products = (0..self.graph.nodes.len()).filter_map(|i| {
             let (dims, [lhs, rhs, ..]) = self.scaled(i)?;
             let rounding = &self.graph.nodes[lhs as usize];
-            let rows = self.before_reshapes(*rounding.operands.first()?);
+            let rows = self.origin(*rounding.operands.first()?);
             (dims.rhs_contract.len() == 1).then_some((rows, rhs))
         });
         products.collect()
@@ -201,7 +201,7 @@ impl<'a> Claims<'a> {
         let [outputs, inputs] = [gradient.x, x.x].map(|id| self.shape(id).dims[last]);
         // It lies as the weights do, by which the derivative of `x` multiplies the same gradient. The result's rows are moved on the
         // chip, where the weights do not say so the fewer.
-        let weights = weights.get(&self.before_reshapes(gradient.x));
+        let weights = weights.get(&self.origin(gradient.x));
         let shared = weights.and_then(|weights| self.shared_dim(*weights));
         let kernel = RoundedGradient {
             inputs_first: shared.map_or(inputs < outputs, |shared| shared == 1),
@@ -245,9 +245,10 @@ impl<'a> Claims<'a> {
         }
     }
 
-    fn before_reshapes(&self, mut id: u32) -> u32 {
+    /// What a node is without reshapes and conversions.
+    fn origin(&self, mut id: u32) -> u32 {
         while let Node {
-            op: Op::Reshape(_),
+            op: Op::Reshape(_) | Op::Convert(_),
             operands,
             ..
         } = &self.graph.nodes[id as usize]
