@@ -16,6 +16,9 @@ const MOST_COLUMNS: usize = 1280;
 const MOST_ROWS: usize = 512;
 /// Parts of a block's rows. On a v5p 1,024 rows of 1,280 terms that are rounded at random take 12,561 cycles so, and 14,981 in one.
 const PARTS: usize = 4;
+/// Terms of rows that are multiplied in parts, at most: 4,096 rows of 5,120 take 148,443 cycles so, and 122,127 in one. Nor do parts help
+/// where rows are rounded in a step of their own, which is the first of several blocks of columns.
+const MOST_TERMS_IN_PARTS: usize = 2560;
 
 /// `x` times weights, plus the bias, in bf16. `x` is quantized as AQT does it, a scale a row, and the product multiplied with the
 /// scales of rows and columns.
@@ -281,7 +284,8 @@ impl RoundedProduct {
 
 /// The rows of a block in [`PARTS`] parts of whole tiles, or all of them.
 fn parts(k: &mut Kernel, blocks: Blocks, terms: usize) -> Vec<Part> {
-    let count = match blocks.rows.is_multiple_of(PARTS * TILE_ROWS) {
+    let overlaps = blocks.grid[1] == 1 && terms <= MOST_TERMS_IN_PARTS;
+    let count = match overlaps && blocks.rows.is_multiple_of(PARTS * TILE_ROWS) {
         true => PARTS,
         false => 1,
     };
