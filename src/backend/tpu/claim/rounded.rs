@@ -203,19 +203,22 @@ impl<'a> Claims<'a> {
         // chip, where the weights do not say so the fewer.
         let weights = weights.get(&self.origin(gradient.x));
         let shared = weights.and_then(|weights| self.shared_dim(*weights));
-        let kernel = RoundedGradient {
+        let of = |cores: usize| RoundedGradient {
             inputs_first: shared.map_or(inputs < outputs, |shared| shared == 1),
-            cores: if self.features.one_core { 1 } else { 2 },
+            cores,
             memory: self.features.kernel_memory,
         };
+        // Few columns do not divide among cores.
+        let cores = if self.features.one_core { 1 } else { 2 };
+        let mut kernels = [of(cores), of(1)].into_iter();
+        let kernel = kernels.find(|kernel| kernel.fits(rows, outputs, inputs))?;
         let result = &self.graph.nodes[i].shape;
         let is_bf16 = |id: u32| self.shape(id).dtype == DType::BF16;
         let takes = is_bf16(gradient.x)
             && is_bf16(x.x)
             && result.dtype == DType::F32
             && x.noise.is_none()
-            && groups == self.parts
-            && kernel.fits(rows, outputs, inputs);
+            && groups == self.parts;
         let key = gradient.noise.filter(|_| takes)?;
         Some(Gradient {
             kernel,
