@@ -100,18 +100,18 @@ const ALL: [&str; 3] = [
 
 #[test]
 fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
-    // One block, of a weight that lies as it is, is shared along its outputs, or along its inputs; columns that cores do not share; several blocks;
-    // a part of the batch that is one entry, and one that is two.
+    // One block, of a weight that lies as it is, is shared along its outputs, or along its inputs; several blocks of rows, and columns that cores
+    // do not share; several of columns; a part of the batch that is one entry, and one that is two.
     let one_core = [Chip::V5e];
     let both = [Chip::V5e, Chip::V5p];
     let cases = [
         ([1, 128, 128, 256], 1, None, &both[..]),
         ([1, 128, 128, 256], 1, Some(0), &both),
         ([1, 128, 128, 256], 1, Some(1), &both),
-        ([1, 128, 128, 128], 1, None, &both),
-        ([1, 384, 128, 1408], 1, None, &one_core),
+        ([1, 384, 128, 128], 1, None, &both),
+        ([1, 128, 128, 1408], 1, None, &one_core),
         ([2, 128, 256, 256], 2, None, &one_core),
-        ([4, 64, 256, 256], 2, None, &both),
+        ([4, 64, 128, 256], 2, None, &both),
     ];
     for (sizes, parts, split, chips) in cases {
         let graph = trained_linear(sizes, parts);
@@ -134,14 +134,14 @@ fn a_convolution_is_a_kernel_bit_for_bit() {
     // An image that is wide, with its derivatives in bf16, which are kernels then, and one that is not.
     let cases = [
         (
-            [1, 8, 32, 128, 128],
+            [1, 4, 32, 128, 128],
             &[
                 "convolution",
                 "convolution_gradient_of_kernel",
                 "int8_convolution",
             ][..],
         ),
-        ([2, 2, 32, 128, 256], &["int8_convolution"]),
+        ([2, 1, 32, 128, 128], &["int8_convolution"]),
     ];
     for (sizes, expected) in cases {
         let graph = trained_convolution(sizes);

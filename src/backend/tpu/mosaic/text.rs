@@ -493,83 +493,85 @@ impl Kernel {
 
     /// [`crate::graph::random::rounding_bits_at`] of the position of each element, as a number.
     fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: &str) {
-        let bits = of.replace("xf32>", "xi32>");
-        let mut scalars = 0;
-        let mut scalar = |text: &mut String, op: &str| {
-            scalars += 1;
-            let _ = writeln!(text, "{name}_s{scalars} = {op}");
-            format!("{name}_s{scalars}")
+        let bits = &of.replace("xf32>", "xi32>");
+        let mut lines = Lines {
+            text,
+            name,
+            count: 0,
         };
-        let word = |window: usize, at: usize| {
+        let number =
+            |lines: &mut Lines, number: usize| lines.push(format!("arith.constant {number} : i32"));
+        let word = |lines: &mut Lines, window: usize, at: usize| {
             let memory = memref(&self.windows[window]);
-            format!("memref.load %w{window}[%zero, %zero, {name}_w{at}] : {memory}")
+            let at = lines.push(format!("arith.constant {at} : index"));
+            lines.push(format!(
+                "memref.load %w{window}[%zero, %zero, {at}] : {memory}"
+            ))
         };
-        for at in 0..2 {
-            let _ = writeln!(text, "{name}_w{at} = arith.constant {at} : index");
-        }
         let [key, first] = noise.windows;
-        let high = scalar(text, &word(key, 0));
-        let low = scalar(text, &word(key, 1));
-        let first = scalar(text, &word(first, 0));
-        let row = format!("arith.index_cast {} : index to i32", self::name(noise.row));
-        let mut row = scalar(text, &row);
-        row = scalar(text, &format!("arith.addi {row}, {first} : i32"));
-        let mut column = scalar(text, &format!("arith.constant {} : i32", noise.column));
-        for (at, block) in [&mut row, &mut column].into_iter().zip(noise.blocks) {
-            let Some((dim, size)) = block else {
-                continue;
-            };
-            let size = scalar(text, &format!("arith.constant {size} : i32"));
-            let origin = scalar(text, &format!("arith.muli %g{dim}, {size} : i32"));
-            *at = scalar(text, &format!("arith.addi {at}, {origin} : i32"));
+        let [high, low] = [0, 1].map(|at| word(&mut lines, key, at));
+        let first = word(&mut lines, first, 0);
+        let row = self::name(noise.row);
+        let row = lines.push(format!("arith.index_cast {row} : index to i32"));
+        let row = lines.push(format!("arith.addi {row}, {first} : i32"));
+        let column = number(&mut lines, noise.column);
+        let mut place = [row, column];
+        for (at, block) in place.iter_mut().zip(noise.blocks) {
+            if let Some((dim, size)) = block {
+                let size = number(&mut lines, size);
+                let origin = lines.push(format!("arith.muli %g{dim}, {size} : i32"));
+                *at = lines.push(format!("arith.addi {at}, {origin} : i32"));
+            }
         }
-        let columns = scalar(text, &format!("arith.constant {} : i32", noise.columns));
-        let origin = scalar(text, &format!("arith.muli {row}, {columns} : i32"));
-        let origin = scalar(text, &format!("arith.addi {origin}, {column} : i32"));
-        let mut vectors = 0;
-        let mut vector = |text: &mut String, op: String| {
-            vectors += 1;
-            let _ = writeln!(text, "{name}_v{vectors} = {op} : {bits}");
-            format!("{name}_v{vectors}")
+        let [row, column] = place;
+        let columns = number(&mut lines, noise.columns);
+        let origin = lines.push(format!("arith.muli {row}, {columns} : i32"));
+        let origin = lines.push(format!("arith.addi {origin}, {column} : i32"));
+        let [origin, high, low] = [origin, high, low]
+            .map(|word| lines.push(format!("vector.broadcast {word} : i32 to {bits}")));
+
+        let splat = |lines: &mut Lines, number: u32| {
+            lines.push(format!("arith.constant dense<{}> : {bits}", number as i32))
         };
-        let splat = |number: u32| format!("arith.constant dense<{}>", number as i32);
-        let rows = vector(text, "tpu.iota {dimensions = array<i32: 0>}".to_owned());
-        let width = vector(text, splat(noise.columns as u32));
-        let rows = vector(text, format!("arith.muli {rows}, {width}"));
-        let along = vector(text, "tpu.iota {dimensions = array<i32: 1>}".to_owned());
-        let within = vector(text, format!("arith.addi {rows}, {along}"));
-        let spread = |scalar: &str| format!("vector.broadcast {scalar} : i32 to");
-        let _ = writeln!(text, "{name}_o = {} {bits}", spread(&origin));
-        let _ = writeln!(text, "{name}_h = {} {bits}", spread(&high));
-        let _ = writeln!(text, "{name}_l = {} {bits}", spread(&low));
-        let mut x = vector(text, format!("arith.addi {within}, {name}_o"));
-        x = vector(text, format!("arith.xori {x}, {name}_h"));
-        let mut shifted = |text: &mut String, x: &str, by: u32| {
-            let by = vector(text, splat(by));
-            let shifted = vector(text, format!("arith.shrui {x}, {by}"));
-            vector(text, format!("arith.xori {x}, {shifted}"))
+        let apply = |lines: &mut Lines, op: &str, a: &str, b: &str| {
+            lines.push(format!("arith.{op} {a}, {b} : {bits}"))
         };
-        x = shifted(text, &x, 16);
-        let _ = writeln!(
-            text,
-            "{name}_m0 = arith.constant dense<{}> : {bits}\n{name}_x0 = arith.muli {x}, {name}_m0 : {bits}",
-            0x7FEB_352D_u32 as i32
-        );
-        x = shifted(text, &format!("{name}_x0"), 15);
-        let _ = writeln!(
-            text,
-            "{name}_x1 = arith.addi {x}, {name}_l : {bits}\n\
-             {name}_m1 = arith.constant dense<{}> : {bits}\n{name}_x2 = arith.muli {name}_x1, {name}_m1 : {bits}",
-            0x846C_A68B_u32 as i32
-        );
-        x = shifted(text, &format!("{name}_x2"), 16);
-        let _ = writeln!(
-            text,
-            "{name}_e = arith.constant dense<8> : {bits}\n{name}_t = arith.shrui {x}, {name}_e : {bits}\n\
-             {name}_f = arith.sitofp {name}_t : {bits} to {of}\n\
-             {name}_u = arith.constant dense<0x33800000> : {of}\n{name}_n = arith.mulf {name}_f, {name}_u : {of}\n\
-             {name}_c = arith.constant dense<0x3F000000> : {of}\n{name} = arith.subf {name}_n, {name}_c : {of}"
-        );
+        let [rows, along] = [0, 1].map(|dim| {
+            lines.push(format!(
+                "tpu.iota {{dimensions = array<i32: {dim}>}} : {bits}"
+            ))
+        });
+        let columns = splat(&mut lines, noise.columns as u32);
+        let rows = apply(&mut lines, "muli", &rows, &columns);
+        let within = apply(&mut lines, "addi", &rows, &along);
+        let position = apply(&mut lines, "addi", &within, &origin);
+        let shifted = |lines: &mut Lines, x: &str, by: u32| {
+            let by = splat(lines, by);
+            let high = apply(lines, "shrui", x, &by);
+            apply(lines, "xori", x, &high)
+        };
+        let times = |lines: &mut Lines, x: &str, factor: u32| {
+            let factor = splat(lines, factor);
+            apply(lines, "muli", x, &factor)
+        };
+        let x = apply(&mut lines, "xori", &position, &high);
+        let x = shifted(&mut lines, &x, 16);
+        let x = times(&mut lines, &x, 0x7FEB_352D);
+        let x = shifted(&mut lines, &x, 15);
+        let x = apply(&mut lines, "addi", &x, &low);
+        let x = times(&mut lines, &x, 0x846C_A68B);
+        let x = shifted(&mut lines, &x, 16);
+
+        // The 24 highest bits as a number in [-0.5, 0.5).
+        let by = splat(&mut lines, 8);
+        let top = apply(&mut lines, "shrui", &x, &by);
+        let top = lines.push(format!("arith.sitofp {top} : {bits} to {of}"));
+        let [unit, half] = [2f32.powi(-24), 0.5].map(|number| {
+            let number = number.to_bits();
+            lines.push(format!("arith.constant dense<{number:#010X}> : {of}"))
+        });
+        let share = lines.push(format!("arith.mulf {top}, {unit} : {of}"));
+        let _ = writeln!(lines.text, "{name} = arith.subf {share}, {half} : {of}");
     }
 
     fn repetition(
@@ -610,6 +612,24 @@ impl Kernel {
             self.statement(text, statement);
         }
         let _ = writeln!(text, "scf.yield{yielded}\n}}");
+    }
+}
+
+/// The operations of a value that takes several.
+struct Lines<'a> {
+    text: &'a mut String,
+    /// Of the value.
+    name: &'a str,
+    count: usize,
+}
+
+impl Lines<'_> {
+    /// Appends an operation; gives the name of its result.
+    fn push(&mut self, op: String) -> String {
+        self.count += 1;
+        let name = format!("{}_{}", self.name, self.count);
+        let _ = writeln!(self.text, "{name} = {op}");
+        name
     }
 }
 

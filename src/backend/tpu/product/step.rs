@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 
 use super::super::arithmetic::{
-    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers,
+    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers, scales,
 };
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
 use super::gated::gated;
@@ -374,22 +374,4 @@ fn normalized(
     });
     let y = k.mul(y, weight);
     k.add(y, bias)
-}
-
-/// The inverse scales and the scales of rows whose largest magnitudes are `absmax`, `f32[rows, 1]`, by AQT's numerics
-/// (`docs/quantization.md`): where it rounds to the operand's type, here too.
-fn scales(k: &mut Kernel, absmax: KernelValue) -> (KernelValue, KernelValue) {
-    let column = k.size(absmax);
-    let zero = k.splat(DType::F32, column, 0.0);
-    let one = k.splat(DType::F32, column, 1.0);
-    let is_empty = k.equal(absmax, zero);
-    let absmax = k.select(is_empty, one, absmax);
-    let per_step = k.splat(DType::F32, column, 1.0 / 127.5);
-    let scale = k.mul(absmax, per_step);
-    let scale = rounded(k, scale);
-    let inverse = k.div(one, scale);
-    let inverse = rounded(k, inverse);
-    let infinity = k.splat(DType::F32, column, f64::INFINITY);
-    let overflown = k.equal(inverse, infinity);
-    (k.select(overflown, one, inverse), scale)
 }

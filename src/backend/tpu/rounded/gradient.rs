@@ -5,11 +5,11 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns};
+use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
 use super::super::mosaic::{
     CostEstimate, Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
 };
-use super::{TILE_ROWS, integers, noise_windows, scales};
+use super::{TILE_ROWS, integers, noise_windows};
 
 /// Columns of a block of the result, at most.
 const MOST_COLUMNS: usize = 640;

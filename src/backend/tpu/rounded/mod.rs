@@ -69,21 +69,3 @@ fn rounded_values(
         }
     }
 }
-
-/// The inverse scales and the scales of what has these largest magnitudes, by AQT's numerics (`docs/quantization.md`): where it rounds
-/// to the operand's type, here too.
-fn scales(k: &mut Kernel, absmax: KernelValue) -> (KernelValue, KernelValue) {
-    let size = k.size(absmax);
-    let zero = k.splat(DType::F32, size, 0.0);
-    let one = k.splat(DType::F32, size, 1.0);
-    let is_empty = k.equal(absmax, zero);
-    let absmax = k.select(is_empty, one, absmax);
-    let per_step = k.splat(DType::F32, size, 1.0 / 127.5);
-    let scale = k.mul(absmax, per_step);
-    let scale = rounded(k, scale);
-    let inverse = k.div(one, scale);
-    let inverse = rounded(k, inverse);
-    let infinity = k.splat(DType::F32, size, f64::INFINITY);
-    let overflown = k.equal(inverse, infinity);
-    (k.select(overflown, one, inverse), scale)
-}

@@ -5,11 +5,11 @@ use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns};
+use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
 use super::super::mosaic::{
     CostEstimate, Kernel, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
 };
-use super::{ROUNDED_COLUMNS, TILE_ROWS, integers, noise_windows, scales};
+use super::{ROUNDED_COLUMNS, TILE_ROWS, integers, noise_windows};
 
 /// Columns and rows of a block, at most.
 const MOST_COLUMNS: usize = 1280;
