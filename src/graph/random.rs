@@ -177,6 +177,9 @@ pub fn rounding_noise(
     b.add_scalar(unit(b, bits)?, -0.5)
 }
 
+/// The factors of the hash of [`rounding_bits`].
+pub const ROUNDING_FACTORS: [u32; 2] = [0x7FEB_352D, 0x846C_A68B];
+
 /// Uniform bits for stochastic rounding, `u32`.
 ///
 /// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
@@ -199,10 +202,10 @@ pub fn rounding_bits(
     }
     let mut x = b.binary(Binary::Xor, position.low, high)?;
     x = shift_xor(x, 16)?;
-    x = b.mul(x, word(b, x, 0x7FEB_352D)?)?;
+    x = b.mul(x, word(b, x, ROUNDING_FACTORS[0])?)?;
     x = shift_xor(x, 15)?;
     x = b.add(x, low)?;
-    x = b.mul(x, word(b, x, 0x846C_A68B)?)?;
+    x = b.mul(x, word(b, x, ROUNDING_FACTORS[1])?)?;
     shift_xor(x, 16)
 }
 
@@ -216,9 +219,9 @@ pub fn rounding_noise_at(key: [u32; 2], stream: RoundingStream, position: u32) -
 pub fn rounding_bits_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> u32 {
     let mut x = position ^ high.wrapping_add(stream.salt());
     x ^= x >> 16;
-    x = x.wrapping_mul(0x7FEB_352D);
+    x = x.wrapping_mul(ROUNDING_FACTORS[0]);
     x ^= x >> 15;
-    x = x.wrapping_add(low).wrapping_mul(0x846C_A68B);
+    x = x.wrapping_add(low).wrapping_mul(ROUNDING_FACTORS[1]);
     x ^ (x >> 16)
 }
 

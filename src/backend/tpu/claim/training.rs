@@ -28,8 +28,7 @@ pub fn claim_training(
     parts: usize,
     is_split: &[Vec<bool>],
 ) -> Result<Graph> {
-    let products = rounded::Claims::of(graph, features, parts, is_split);
-    claim(graph, features, parts, LANES, &products)
+    claim(graph, features, parts, is_split, LANES)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
@@ -37,11 +36,12 @@ fn claim(
     graph: &Graph,
     features: Features,
     parts: usize,
+    shared: &[Vec<bool>],
     narrowest: usize,
-    rounded: &rounded::Claims<'_>,
 ) -> Result<Graph> {
     let users = follow::users(graph);
     let images = images(graph, &users, features, parts, narrowest);
+    let rounded = rounded::Claims::of(graph, features, parts, shared);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
     let mut gradients = Gradients::of(features);
@@ -121,14 +121,7 @@ mod tests {
         ];
         for (case, parts) in cases {
             let graph = trained(case);
-            let kernels = claim(
-                &graph,
-                Features::UNKNOWN,
-                parts,
-                16,
-                &rounded::Claims::of(&graph, Features::UNKNOWN, parts, &[]),
-            )
-            .unwrap();
+            let kernels = claim(&graph, Features::UNKNOWN, parts, &[], 16).unwrap();
             assert_eq!(calls(&kernels), 3, "{case:?} in {parts}");
             // Small integers: sums are exact in any order.
             let inputs = graph.inputs.iter().map(|input| {

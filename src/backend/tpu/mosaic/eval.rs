@@ -8,7 +8,9 @@ use crate::graph::eval::{Data, Value as GraphValue};
 use crate::graph::random::rounding_noise_at;
 use crate::shape::Shape;
 
-use super::{Binary, Counter, Kernel, Noise, Op, Place, Reduction, Statement, Type, Unary, Value};
+use super::{
+    Binary, Counter, Kernel, Noise, Op, Place, Reduction, Scratch, Statement, Type, Unary, Value,
+};
 
 /// What a call of `kernel` gives for values of a graph. Without a kernel nothing: the call's shapes were refused.
 pub fn evaluated(kernel: Option<&Kernel>, operands: &[&GraphValue], result: Shape) -> GraphValue {
@@ -174,22 +176,12 @@ impl Run<'_> {
             }
             Op::Keep(scratch, value, row, column) => {
                 let row = self.get(*row).data[0] as usize;
-                let value = &self.values[value.0];
-                let memory = &mut self.scratch[scratch.0];
-                for (r, line) in value.data.chunks(value.columns).enumerate() {
-                    let at = (row + r) * memory.columns + column;
-                    memory.data[at..at + line.len()].copy_from_slice(line);
-                }
+                self.keep(*scratch, *value, [row, *column]);
                 None
             }
             Op::KeepColumns(scratch, value, place) => {
-                let [row, column] = place.map(|at| self.get(at).data[0] as usize);
-                let value = &self.values[value.0];
-                let memory = &mut self.scratch[scratch.0];
-                for (r, line) in value.data.chunks(value.columns).enumerate() {
-                    let at = (row + r) * memory.columns + column;
-                    memory.data[at..at + line.len()].copy_from_slice(line);
-                }
+                let place = place.map(|at| self.get(at).data[0] as usize);
+                self.keep(*scratch, *value, place);
                 None
             }
             Op::Unary(op, x) => {
@@ -289,6 +281,15 @@ impl Run<'_> {
                 matrix(both.map(|(start, sum)| start + sum).collect())
             }
             Op::Repeat { .. } | Op::When { .. } => None,
+        }
+    }
+
+    fn keep(&mut self, scratch: Scratch, value: Value, [row, column]: [usize; 2]) {
+        let value = &self.values[value.0];
+        let memory = &mut self.scratch[scratch.0];
+        for (r, line) in value.data.chunks(value.columns).enumerate() {
+            let at = (row + r) * memory.columns + column;
+            memory.data[at..at + line.len()].copy_from_slice(line);
         }
     }
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::dtype::DType;
+use crate::graph::random::ROUNDING_FACTORS;
 
 use super::{
     Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
@@ -556,10 +557,10 @@ impl Kernel {
         };
         let x = apply(&mut lines, "xori", &position, &high);
         let x = shifted(&mut lines, &x, 16);
-        let x = times(&mut lines, &x, 0x7FEB_352D);
+        let x = times(&mut lines, &x, ROUNDING_FACTORS[0]);
         let x = shifted(&mut lines, &x, 15);
         let x = apply(&mut lines, "addi", &x, &low);
-        let x = times(&mut lines, &x, 0x846C_A68B);
+        let x = times(&mut lines, &x, ROUNDING_FACTORS[1]);
         let x = shifted(&mut lines, &x, 16);
 
         // The 24 highest bits as a number in [-0.5, 0.5).

@@ -7,9 +7,9 @@ use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
 use super::super::mosaic::{
-    CostEstimate, Kernel, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
+    Kernel, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
 };
-use super::{ROUNDED_COLUMNS, TILE_ROWS, integers, noise_windows};
+use super::{ROUNDED_COLUMNS, TILE_ROWS, configuration, integers, noise_windows};
 
 /// Columns and rows of a block, at most.
 const MOST_COLUMNS: usize = 1280;
@@ -324,16 +324,7 @@ impl CustomCall for RoundedProduct {
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let (Ok(result), Some(kernel)) = (self.infer(operands), self.of(operands)) else {
-            return Configuration::Text(String::new());
-        };
-        let operand_bytes: u64 = operands.iter().map(|s| s.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: self.flops(operands, &result),
-            transcendentals: 0,
-            bytes_accessed: operand_bytes + result.bytes() as u64,
-        };
-        Configuration::Text(kernel.backend_config(cost))
+        configuration(self, self.of(operands), operands)
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
