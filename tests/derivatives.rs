@@ -240,6 +240,42 @@ fn shape_operations() {
 }
 
 #[test]
+fn cotangents_of_neighbouring_slices_are_joined() {
+    let weighted = |b: &Builder, x: Tensor, parts: &[(usize, usize)]| {
+        let mut sum = b.full(&f64s(&[2, 2]), 0.0)?;
+        for (i, &(start, end)) in parts.iter().enumerate() {
+            let part = b.square(b.slice_dim(x, 1, start, end)?)?;
+            sum = b.add(sum, b.mul_scalar(part, 1.0 + i as f64)?)?;
+        }
+        Ok(sum)
+    };
+    let all = [(0, 2), (2, 4), (4, 6)];
+    let some = [(1, 3), (3, 5)];
+    let apart = [(0, 2), (3, 5)];
+    let over = [(0, 2), (1, 3)];
+    for (name, parts, joined, padded) in [
+        ("all", &all[..], 1, 0),
+        ("some", &some[..], 1, 1),
+        ("apart", &apart[..], 0, 2),
+        ("over each other", &over[..], 0, 2),
+    ] {
+        check(name, &[&[2, 6]], -1.0, 1.0, |b, x| weighted(b, x[0], parts));
+
+        let b = Builder::new();
+        let x = b.input("x", f64s(&[2, 6]), &[]).unwrap();
+        let y = weighted(&b, x, parts).unwrap();
+        let loss = b.sum(y, &[0, 1]).unwrap();
+        let g = grad(&b, loss, &[x]).unwrap()[0];
+        b.output("g", g, None).unwrap();
+        let graph = b.finish();
+        let count = |is: fn(&Op) -> bool| graph.nodes.iter().filter(|node| is(&node.op)).count();
+        let is_joined = count(|op| matches!(op, Op::Concatenate(_)));
+        let is_padded = count(|op| matches!(op, Op::Pad(_)));
+        assert_eq!((is_joined, is_padded), (joined, padded), "{name}");
+    }
+}
+
+#[test]
 fn gather_and_scatter() {
     let indices = |b: &Builder, dims: &[usize], values: &[i32]| {
         b.constant(HostTensor::from_i32(dims, values).unwrap())

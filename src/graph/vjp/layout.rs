@@ -1,7 +1,8 @@
 //! Derivatives of operations that place elements elsewhere.
 
 use super::Result;
-use crate::graph::{Builder, PadDim, Tensor};
+use crate::graph::{Builder, Op, PadDim, Tensor};
+use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
 pub(super) fn transpose(b: &Builder, g: Tensor, perm: &[usize]) -> Result<Tensor> {
@@ -32,6 +33,68 @@ pub(super) fn slice(
         })
         .collect();
     b.pad(g, 0.0, &pads)
+}
+
+/// The sum of two values that zeros pad along one dimension, where one starts as the other ends: what the cotangents of
+/// neighbouring slices are. They are concatenated, so that neither is read again and no zeros are added.
+pub(super) fn joined(b: &Builder, x: Tensor, y: Tensor) -> Result<Option<Tensor>> {
+    let (Some(x), Some(y)) = (Padded::of(b, x), Padded::of(b, y)) else {
+        return Ok(None);
+    };
+    let (first, second) = if x.low < y.low { (x, y) } else { (y, x) };
+    let dim = first.dim;
+    let end = first.low + b.dims(first.value)[dim] as i64;
+    if second.dim != dim || second.low != end {
+        return Ok(None);
+    }
+    let both = b.concatenate(&[first.value, second.value], dim)?;
+    if (first.low, second.high) == (0, 0) {
+        return Ok(Some(both));
+    }
+    let mut pads = vec![PadDim::default(); b.dims(both).len()];
+    pads[dim].low = first.low;
+    pads[dim].high = second.high;
+    b.pad(both, 0.0, &pads).map(Some)
+}
+
+/// A value with zeros before and behind it along one dimension.
+struct Padded {
+    value: Tensor,
+    dim: usize,
+    low: i64,
+    high: i64,
+}
+
+impl Padded {
+    fn of(b: &Builder, t: Tensor) -> Option<Padded> {
+        let (value, dim, pad) = b.with_graph(|g| {
+            let node = &g.nodes[t.index()];
+            let (Op::Pad(pads), &[value, by]) = (&node.op, &node.operands[..]) else {
+                return None;
+            };
+            let Op::Constant(by) = &g.nodes[by as usize].op else {
+                return None;
+            };
+            let mut padded = (0..pads.len()).filter(|&dim| pads[dim] != PadDim::default());
+            let (dim, None) = (padded.next()?, padded.next()) else {
+                return None;
+            };
+            let is_zero = *by == HostTensor::zeros(Shape::scalar(node.shape.dtype));
+            is_zero.then_some((value, dim, pads[dim]))
+        })?;
+        let PadDim {
+            low,
+            high,
+            interior,
+        } = pad;
+        let value = b.tensor(value);
+        (low >= 0 && high >= 0 && interior == 0).then_some(Padded {
+            value,
+            dim,
+            low,
+            high,
+        })
+    }
 }
 
 /// The cotangent of the padded value (`position` 0) or of the padding value.

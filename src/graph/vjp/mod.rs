@@ -174,7 +174,10 @@ impl<'a> Pass<'a> {
 
     fn accumulate(&mut self, b: &Builder, id: u32, element: usize, g: Tensor) -> Result<()> {
         let total = match self.cotangents.get(&(id, element)) {
-            Some(before) => b.add(*before, g)?,
+            Some(before) => match layout::joined(b, *before, g)? {
+                Some(joined) => joined,
+                None => b.add(*before, g)?,
+            },
             None => g,
         };
         self.cotangents.insert((id, element), total);
