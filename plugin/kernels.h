@@ -58,6 +58,7 @@ struct Contraction {
   const float* bias;
   void* out;
   bool out_is_bf16;
+  int64_t out_stride;  // Values from a row to the next; 0 where rows follow each other.
 };
 
 // An f32 operand that is rounded to int8, by AQT's numerics, where it is multiplied. `lines` of it have a range of their own: the

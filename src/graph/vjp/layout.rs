@@ -47,7 +47,8 @@ pub(super) fn joined(b: &Builder, x: Tensor, y: Tensor) -> Result<Option<Tensor>
     if second.dim != dim || second.low != end {
         return Ok(None);
     }
-    let both = b.concatenate(&[first.value, second.value], dim)?;
+    let both = [parts(b, first.value, dim), parts(b, second.value, dim)].concat();
+    let both = b.concatenate(&both, dim)?;
     if (first.low, second.high) == (0, 0) {
         return Ok(Some(both));
     }
@@ -55,6 +56,15 @@ pub(super) fn joined(b: &Builder, x: Tensor, y: Tensor) -> Result<Option<Tensor>
     pads[dim].low = first.low;
     pads[dim].high = second.high;
     b.pad(both, 0.0, &pads).map(Some)
+}
+
+/// What `t` concatenates along `dim`, or `t` itself.
+fn parts(b: &Builder, t: Tensor, dim: usize) -> Vec<Tensor> {
+    let parts = b.with_graph(|g| match &g.nodes[t.index()] {
+        node if matches!(node.op, Op::Concatenate(along) if along == dim) => node.operands.clone(),
+        _ => vec![t.id],
+    });
+    parts.into_iter().map(|id| b.tensor(id)).collect()
 }
 
 /// A value with zeros before and behind it along one dimension.
