@@ -7,7 +7,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Attention, Linear, Precision, attention, linear};
+use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::report::{kernel_calls, kernel_calls_before};
 use maxdiff::shape::Shape;
@@ -80,6 +80,46 @@ fn distance_of(expected: &HostTensor, found: &HostTensor) -> f64 {
     let norm: f64 = a.iter().map(|x| x * x).sum();
     let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
     (distance / norm).sqrt()
+}
+
+/// The gated GELU of bf16 rows of `columns` values and their gates, and the gradient of these rows.
+fn gates([batch, tokens, columns]: [usize; 3]) -> Graph {
+    let b = Builder::new();
+    let input = |name: &str, columns: usize| {
+        let shape = Shape::new(DType::BF16, [batch, tokens, columns]);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let (x, gradient) = (input("x", 2 * columns), input("gradient", columns));
+    let y = gated_gelu(&b.root("m"), x).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[x]).unwrap();
+    b.output("y", y, None).unwrap();
+    b.output("gradient of x", found[0], None).unwrap();
+    b.finish()
+}
+
+#[test]
+fn the_gated_gelu_and_its_derivative_are_their_bodies() {
+    // Blocks of 64, 48 and 16 rows, columns of one register and of several widths, two images; then rows that make no tile, and
+    // columns that fill no register.
+    let cases = [
+        ([1, 64, 128], 2),
+        ([2, 24, 640], 2),
+        ([1, 16, 1280], 2),
+        ([1, 24, 128], 0),
+        ([1, 64, 96], 0),
+    ];
+    for (case, count) in cases {
+        let graph = gates(case);
+        let kernels = claim_training(&graph, Chip::V5e.features(), 1, &[]).unwrap();
+        assert_eq!(calls(&kernels), count, "{case:?}");
+        let inputs = inputs(&graph);
+        let [expected, found] = [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap());
+        for (i, (expected, found)) in expected.iter().zip(&found).enumerate() {
+            let error = distance_of(expected, found);
+            // The operations round to bf16 between them, by up to 2^-9 (2e-3).
+            assert!(error <= 5e-3, "{case:?}, result {i}: {error}");
+        }
+    }
 }
 
 /// The gradient of a block's input. With `recomputed` the block's values are computed again for it.

@@ -26,6 +26,8 @@ named! {
         GroupNormSilu = "group_norm_silu",
         LayerNorm = "layer_norm",
         GatedGelu = "gated_gelu",
+        /// The gated GELU with its derivative, as a training step has it.
+        GatedGeluTraining = "gated_gelu_training",
         UpsampleNearest2x = "upsample_nearest_2x",
         Linear = "linear",
         /// A linear layer with its derivatives, as a training step has it.
@@ -94,7 +96,9 @@ impl Layer {
                 ("groups", 32),
             ],
             Layer::LayerNorm => &[("batch", 2), ("tokens", 4096), ("features", 640)],
-            Layer::GatedGelu => &[("batch", 2), ("tokens", 4096), ("features", 5120)],
+            Layer::GatedGelu | Layer::GatedGeluTraining => {
+                &[("batch", 2), ("tokens", 4096), ("features", 5120)]
+            }
             Layer::UpsampleNearest2x => &[
                 ("batch", 2),
                 ("height", 64),
@@ -140,7 +144,10 @@ impl Layer {
     fn trains(self) -> bool {
         matches!(
             self,
-            Layer::AttentionTraining | Layer::LinearTraining | Layer::Conv2dTraining
+            Layer::AttentionTraining
+                | Layer::GatedGeluTraining
+                | Layer::LinearTraining
+                | Layer::Conv2dTraining
         )
     }
 }
@@ -249,7 +256,7 @@ impl Case {
             (Layer::LayerNorm, &[batch, tokens, features]) => {
                 nn::layer_norm(&m, input("x", &[batch, tokens, features])?, 1e-5, precision)?
             }
-            (Layer::GatedGelu, &[batch, tokens, features]) => {
+            (Layer::GatedGelu | Layer::GatedGeluTraining, &[batch, tokens, features]) => {
                 nn::gated_gelu(&m, input("x", &[batch, tokens, features])?)?
             }
             (Layer::UpsampleNearest2x, &[batch, height, width, channels]) => {

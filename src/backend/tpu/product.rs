@@ -2,7 +2,6 @@
 //! its scale and its integers are found once for a block of rows and kept on the chip. So is the layer norm of the row
 //! where one comes before. Weights that are stored as integers are widened inside, once for a block of columns.
 
-mod gated;
 mod step;
 
 use crate::dtype::DType;

@@ -38,7 +38,7 @@ impl Gradients<'_> {
     }
 }
 
-/// The kernel of an attention or of a gradient of one, which are what [`claims_in_training`] says yes to; `None` where there is
+/// The kernel of an attention or of a gradient of one, which are what [`is_claimed`] says yes to; `None` where there is
 /// none.
 pub(super) fn attention_or_gradient<'g>(
     b: &Builder,
@@ -71,7 +71,7 @@ pub(super) fn attention_or_gradient<'g>(
 
 /// Whether [`super::claim_training`] may take a composite: attention whose products are not quantized and that the kernels compute
 /// faster, and its derivative.
-pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
+pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
     let is_attention = match kind {
         Composite::Attention { causal: false } => true,
         Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),

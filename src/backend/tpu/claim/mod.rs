@@ -3,6 +3,7 @@
 mod attention;
 mod contracted;
 mod convolution;
+mod gated;
 mod image;
 mod padded_heads;
 mod rounded;
@@ -22,10 +23,9 @@ use super::mosaic::LANES;
 use super::{Arithmetic, Attention, Features, Heads, Product};
 
 use attention::attention;
-pub use attention::claims_in_training;
 use contracted::{ContractedDims, Scales};
 pub use padded_heads::pad_heads;
-pub use training::claim_training;
+pub use training::{claim_training, claims_in_training};
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
 /// cycles on v5e, the compiler's operations for them 23,700.

@@ -1,17 +1,19 @@
 //! What kernels take of training steps.
 
 use crate::backend::follow;
-use crate::graph::{Graph, Op};
+use crate::graph::{Composite, Graph, Op};
 
 use super::super::Features;
 use super::super::mosaic::LANES;
-use super::attention::{Gradients, attention_or_gradient, claims_in_training};
+use super::attention::{self, Gradients, attention_or_gradient};
+use super::gated::{self, gated};
 use super::trained_convolution::{gradient_of_kernel, images};
 use super::{Result, is_split, rounded};
 
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
+/// - the gated GELU and its derivative,
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
@@ -29,6 +31,11 @@ pub fn claim_training(
     is_split: &[Vec<bool>],
 ) -> Result<Graph> {
     claim(graph, features, parts, is_split, LANES)
+}
+
+/// Whether [`claim_training`] may take a composite, which then stays whole.
+pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
+    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
@@ -58,9 +65,12 @@ fn claim(
         let node = &graph.nodes[i];
         match &node.op {
             Op::Composite { kind, body }
-                if claims_in_training(kind, body) && is_split(&node.shape, parts) =>
+                if attention::is_claimed(kind, body) && is_split(&node.shape, parts) =>
             {
                 attention_or_gradient(b, node, kind, copies, &mut gradients)
+            }
+            Op::Composite { kind, .. } if is_split(&node.shape, parts) => {
+                gated(b, node, kind, copies, parts, features)
             }
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);

@@ -5,8 +5,8 @@ use crate::dtype::DType;
 use super::super::arithmetic::{
     Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers, scales,
 };
+use super::super::gated::gated;
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
-use super::gated::gated;
 use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS};
 
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.

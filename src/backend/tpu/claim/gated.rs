@@ -1,0 +1,55 @@
+//! The gated GELU and its derivative, as training steps have them.
+
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
+
+use super::super::{Features, GatedGelu};
+use super::Result;
+
+/// Whether [`super::claim_training`] may take a composite: the gated GELU of bf16, and its derivative.
+pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
+    let is_gated = match kind {
+        Composite::GatedGelu => true,
+        Composite::Gradient { of, .. } => matches!(**of, Composite::GatedGelu),
+        _ => false,
+    };
+    let x = body.inputs.first();
+    is_gated && x.is_some_and(|x| x.shape.dtype == DType::BF16)
+}
+
+/// The kernel of what [`is_claimed`] says yes to, where the devices compute `parts` parts of the batch; `None` where there is none.
+pub(super) fn gated(
+    b: &Builder,
+    node: &Node,
+    kind: &Composite,
+    copies: &[Tensor],
+    parts: usize,
+    features: Features,
+) -> Result<Option<Tensor>> {
+    let copy = |id: u32| copies[id as usize];
+    let (derivative, x) = match (kind, &node.operands[..]) {
+        (Composite::GatedGelu, &[x]) => (false, x),
+        (Composite::Gradient { of, .. }, &[x, _]) if **of == Composite::GatedGelu => (true, x),
+        _ => return Ok(None),
+    };
+    let kernel = GatedGelu {
+        derivative,
+        memory: features.kernel_memory,
+    };
+    let x = b.shape(copy(x));
+    let both = x.dims.last().copied().unwrap_or(0);
+    let rows = x.count() / both.max(1);
+    if x.dtype != DType::BF16 || !kernel.fits(rows / parts, both / 2) {
+        return Ok(None);
+    }
+    let operands = node.operands.iter().map(|id| {
+        let operand = copy(*id);
+        let columns = b.dims(operand).last().copied().unwrap_or(1);
+        b.reshape(operand, &[1, rows, columns])
+    });
+    let operands = operands.collect::<Result<Vec<Tensor>>>()?;
+    let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands)?;
+    b.reshape(y, &node.shape.dims).map(Some)
+}
