@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 
 use super::super::{Features, GatedGelu};
-use super::Result;
+use super::{Result, is_split};
 
 /// Whether [`super::claim_training`] may take a composite: the gated GELU of bf16, and its derivative.
 pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
@@ -41,7 +41,7 @@ pub(super) fn gated(
     let x = b.shape(copy(x));
     let both = x.dims.last().copied().unwrap_or(0);
     let rows = x.count() / both.max(1);
-    if x.dtype != DType::BF16 || !kernel.fits(rows / parts, both / 2) {
+    if !is_split(&node.shape, parts) || !kernel.fits(rows / parts, both / 2) {
         return Ok(None);
     }
     let operands = node.operands.iter().map(|id| {

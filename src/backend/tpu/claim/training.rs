@@ -1,19 +1,20 @@
 //! What kernels take of training steps.
 
 use crate::backend::follow;
-use crate::graph::{Composite, Graph, Op};
+use crate::graph::{Composite, Graph, Node, Op};
 
 use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
+use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{gradient_of_kernel, images};
 use super::{Result, is_split, rounded};
 
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
-/// - the gated GELU and its derivative,
+/// - the gated GELU, layer norms and their derivatives, unless the compiler multiplies,
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
@@ -35,7 +36,9 @@ pub fn claim_training(
 
 /// Whether [`claim_training`] may take a composite, which then stays whole.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
-    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
+    attention::is_claimed(kind, body)
+        || gated::is_claimed(kind, body)
+        || layer_norm::is_claimed(kind, body)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
@@ -51,7 +54,10 @@ fn claim(
     let rounded = rounded::Claims::of(graph, features, parts, shared);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
+    // The compiler's own products read norms and gates, and write what these need.
+    let compiler_multiplies = products.is_empty() && graph.nodes.iter().any(is_product);
     let mut gradients = Gradients::of(features);
+    let mut norms = LayerNorms::of(features, parts);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -69,8 +75,12 @@ fn claim(
             {
                 attention_or_gradient(b, node, kind, copies, &mut gradients)
             }
-            Op::Composite { kind, .. } if is_split(&node.shape, parts) => {
+            Op::Composite { .. } if compiler_multiplies => Ok(None),
+            Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
                 gated(b, node, kind, copies, parts, features)
+            }
+            Op::Composite { kind, body } if layer_norm::is_claimed(kind, body) => {
+                norms.claim(b, node, kind, copies)
             }
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
@@ -79,6 +89,10 @@ fn claim(
             _ => Ok(None),
         }
     })
+}
+
+fn is_product(node: &Node) -> bool {
+    matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. })
 }
 
 #[cfg(test)]
