@@ -21,8 +21,9 @@ const MOST_ROWS: usize = 256;
 pub enum Finds {
     /// The norm. Operands: x, weight and bias `f32[1, 1, columns]`.
     Norm,
-    /// The gradient of x. Operands: x, the weight, the gradient of the norm.
-    GradientOfX,
+    /// The gradient of x. Operands: x, the weight, the gradient of the norm. If `added`, rounded and added to another gradient of x, the last
+    /// operand.
+    GradientOfX { added: bool },
     /// The gradients of weight and bias, `f32[groups, 32, columns]`: of each group of rows 16 sums for the weight, then 16 for the bias,
     /// each of every 16th row. Operands: x, the gradient of the norm.
     GradientsOfWeights,
@@ -93,7 +94,10 @@ impl LayerNorm {
         };
         match self.finds {
             Finds::Norm => vec![own, vector, vector, own],
-            Finds::GradientOfX => vec![own, vector, own, own],
+            Finds::GradientOfX { added } => {
+                let gradients = 1 + usize::from(added);
+                [vec![own, vector], vec![own; gradients + 1]].concat()
+            }
             Finds::GradientsOfWeights => vec![own, own, sums],
         }
     }
@@ -101,7 +105,7 @@ impl LayerNorm {
     /// The memory of the sums for weight and bias.
     fn sums(self, k: &mut Kernel, columns: usize) -> Option<[Scratch; 2]> {
         match self.finds {
-            Finds::Norm | Finds::GradientOfX => None,
+            Finds::Norm | Finds::GradientOfX { .. } => None,
             Finds::GradientsOfWeights => {
                 Some([0, 1].map(|_| k.scratch(DType::F32, [TILE_ROWS, columns])))
             }
@@ -151,7 +155,7 @@ impl LayerNorm {
                 let y = k.convert(y, DType::BF16);
                 k.store_at(y, row, 0);
             }
-            (Finds::GradientOfX, _) => {
+            (Finds::GradientOfX { added }, _) => {
                 let gradient = wide(k, 2, row);
                 let weight = vector(k, 1);
                 let gradient = k.mul(gradient, weight);
@@ -167,7 +171,13 @@ impl LayerNorm {
                 let y = k.sub(gradient, mean);
                 let y = k.sub(y, along);
                 let y = k.mul(y, inverse);
-                let y = k.convert(y, DType::BF16);
+                let mut y = k.convert(y, DType::BF16);
+                if added {
+                    let rounded = k.convert(y, DType::F32);
+                    let other = wide(k, 3, row);
+                    let sum = k.add(rounded, other);
+                    y = k.convert(sum, DType::BF16);
+                }
                 k.store_at(y, row, 0);
             }
             (Finds::GradientsOfWeights, sums) => {
@@ -205,7 +215,8 @@ impl LayerNorm {
         let vector = Shape::new(DType::F32, [1, 1, columns]);
         let expected: &[&Shape] = match self.finds {
             Finds::Norm => &[x, &vector, &vector],
-            Finds::GradientOfX => &[x, &vector, x],
+            Finds::GradientOfX { added: false } => &[x, &vector, x],
+            Finds::GradientOfX { added: true } => &[x, &vector, x, x],
             Finds::GradientsOfWeights => &[x, x],
         };
         (x.dtype == DType::BF16 && operands == expected).then_some([groups, rows, columns])
@@ -245,7 +256,8 @@ impl CustomCall for LayerNorm {
     fn name(&self) -> &'static str {
         match self.finds {
             Finds::Norm => "layer_norm",
-            Finds::GradientOfX => "layer_norm_gradient",
+            Finds::GradientOfX { added: false } => "layer_norm_gradient",
+            Finds::GradientOfX { added: true } => "layer_norm_added_gradient",
             Finds::GradientsOfWeights => "layer_norm_gradients_of_weights",
         }
     }
@@ -253,7 +265,8 @@ impl CustomCall for LayerNorm {
     fn batch(&self, _: &[&Shape]) -> Option<Batch> {
         let operands = match self.finds {
             Finds::Norm => vec![Some(0), None, None],
-            Finds::GradientOfX => vec![Some(0), None, Some(0)],
+            Finds::GradientOfX { added: false } => vec![Some(0), None, Some(0)],
+            Finds::GradientOfX { added: true } => vec![Some(0), None, Some(0), Some(0)],
             Finds::GradientsOfWeights => vec![Some(0); 2],
         };
         Some(Batch {
@@ -289,7 +302,9 @@ impl CustomCall for LayerNorm {
             ));
         };
         Ok(match self.finds {
-            Finds::Norm | Finds::GradientOfX => Shape::new(DType::BF16, [groups, rows, columns]),
+            Finds::Norm | Finds::GradientOfX { .. } => {
+                Shape::new(DType::BF16, [groups, rows, columns])
+            }
             Finds::GradientsOfWeights => Shape::new(DType::F32, [groups, 2 * TILE_ROWS, columns]),
         })
     }

@@ -3,13 +3,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
+use crate::graph::{Binary, Builder, Composite, Graph, Node, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::Features;
 use super::super::layer_norm::{Finds, LayerNorm};
 use super::{Result, is_split};
+
+/// The nodes that read each node ([`follow::users`]).
+type Users = [Vec<Option<usize>>];
 
 /// Whether [`super::claim_training`] may take a composite: a layer norm of bf16, and its derivative.
 pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
@@ -24,60 +28,71 @@ pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
 
 /// Calls the kernels of layer norms.
 pub(super) struct LayerNorms<'g> {
+    graph: &'g Graph,
     features: Features,
     /// Of the batch.
     parts: usize,
+    /// Gradients of x and what they are added to, by the node of the sum that alone reads them.
+    added: HashMap<usize, [u32; 2]>,
     /// The gradients of weight and bias that were found so far, by the nodes that they read.
     found: HashMap<&'g [u32], [Tensor; 2]>,
 }
 
 impl<'g> LayerNorms<'g> {
-    pub fn of(features: Features, parts: usize) -> Self {
+    pub fn of(graph: &'g Graph, users: &Users, features: Features, parts: usize) -> Self {
+        let added = (0..graph.nodes.len()).filter_map(|i| {
+            let (Some((_, Finds::GradientOfX { .. })), &[Some(user)]) =
+                (of_norm(&graph.nodes[i]), &users[i][..])
+            else {
+                return None;
+            };
+            let sum = &graph.nodes[user];
+            let other = follow::other_term(i as u32, sum)?;
+            let is_sum = matches!(sum.op, Op::Binary(Binary::Add));
+            is_sum.then_some((user, [i as u32, other]))
+        });
         LayerNorms {
+            graph,
             features,
             parts,
+            added: added.collect(),
             found: HashMap::new(),
         }
     }
 
-    /// The kernel of what [`is_claimed`] says yes to; `None` where there is none.
-    pub fn claim(
-        &mut self,
-        b: &Builder,
-        node: &'g Node,
-        kind: &Composite,
-        copies: &[Tensor],
-    ) -> Result<Option<Tensor>> {
-        let operands: Vec<Tensor> = node
-            .operands
-            .iter()
-            .map(|id| copies[*id as usize])
-            .collect();
-        let (epsilon, finds) = match kind {
-            Composite::LayerNorm { epsilon } => (*epsilon, Finds::Norm),
-            Composite::Gradient { of, operand } => match **of {
-                Composite::LayerNorm { epsilon } if *operand == 0 => (epsilon, Finds::GradientOfX),
-                Composite::LayerNorm { epsilon } => (epsilon, Finds::GradientsOfWeights),
-                _ => return Ok(None),
-            },
-            _ => return Ok(None),
+    /// The kernel of node `i`, where that is what [`is_claimed`] says yes to, or the sum of a gradient and another; `None` where there is
+    /// none.
+    pub fn claim(&mut self, b: &Builder, i: usize, copies: &[Tensor]) -> Result<Option<Tensor>> {
+        let sum = self.added.get(&i).copied();
+        let node = match sum {
+            Some([gradient, _]) => &self.graph.nodes[gradient as usize],
+            None => &self.graph.nodes[i],
         };
-        let kernel = LayerNorm {
+        let Some((epsilon, finds)) = of_norm(node) else {
+            return Ok(None);
+        };
+        let copy = |id: u32| copies[id as usize];
+        let operands: Vec<Tensor> = node.operands.iter().map(|id| copy(*id)).collect();
+        let kernel = |finds| LayerNorm {
             finds,
             epsilon,
             memory: self.features.kernel_memory,
         };
-        match (kind, finds, &operands[..]) {
-            (_, Finds::Norm, &[x, weight, bias]) => {
-                self.call(b, kernel, vec![x], &[weight, bias], &node.shape)
+        match (finds, &operands[..]) {
+            (Finds::Norm, &[x, weight, bias]) => {
+                self.call(b, kernel(finds), vec![x], &[weight, bias], &node.shape)
             }
-            (_, Finds::GradientOfX, &[x, weight, _, gradient]) => {
-                self.call(b, kernel, vec![x, gradient], &[weight], &node.shape)
+            (Finds::GradientOfX { .. }, &[x, weight, _, gradient]) => {
+                let added = sum.is_some();
+                let mut rows = vec![x, gradient];
+                rows.extend(sum.map(|[_, other]| copy(other)));
+                let kernel = kernel(Finds::GradientOfX { added });
+                self.call(b, kernel, rows, &[weight], &node.shape)
             }
-            (Composite::Gradient { operand, .. }, _, &[x, _, _, gradient]) => {
+            (Finds::GradientsOfWeights, &[x, _, _, gradient]) => {
                 let found = match self.found.get(&node.operands[..]) {
                     Some(found) => *found,
-                    None => match self.sums(b, kernel, [x, gradient])? {
+                    None => match self.sums(b, kernel(finds), [x, gradient])? {
                         Some(found) => {
                             self.found.insert(&node.operands, found);
                             found
@@ -85,8 +100,7 @@ impl<'g> LayerNorms<'g> {
                         None => return Ok(None),
                     },
                 };
-                // The weight is the second operand, and the bias the third.
-                Ok(operand.checked_sub(1).and_then(|at| found.get(at)).copied())
+                Ok(operand_of_gradient(node).and_then(|at| found.get(at - 1).copied()))
             }
             _ => Ok(None),
         }
@@ -166,6 +180,38 @@ impl<'g> LayerNorms<'g> {
     }
 }
 
+/// What a kernel finds of a layer norm that is this node, and its epsilon.
+fn of_norm(node: &Node) -> Option<(f64, Finds)> {
+    let Op::Composite { kind, body } = &node.op else {
+        return None;
+    };
+    if !is_claimed(kind, body) {
+        return None;
+    }
+    match kind {
+        Composite::LayerNorm { epsilon } => Some((*epsilon, Finds::Norm)),
+        Composite::Gradient { of, operand } => match (&**of, operand) {
+            (Composite::LayerNorm { epsilon }, 0) => {
+                Some((*epsilon, Finds::GradientOfX { added: false }))
+            }
+            (Composite::LayerNorm { epsilon }, _) => Some((*epsilon, Finds::GradientsOfWeights)),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Of which operand a node is the gradient.
+fn operand_of_gradient(node: &Node) -> Option<usize> {
+    match &node.op {
+        Op::Composite {
+            kind: Composite::Gradient { operand, .. },
+            ..
+        } => Some(*operand),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,8 +220,8 @@ mod tests {
     use crate::nn::{self, Precision};
     use crate::topology::Chip;
 
-    /// A layer norm of bf16, and its gradients: batch, tokens and features.
-    fn trained(dims: [usize; 3]) -> Graph {
+    /// A layer norm of bf16, with `residual` added to what is normalized, and its gradients: batch, tokens and features.
+    fn trained(dims: [usize; 3], residual: bool) -> Graph {
         let b = Builder::new();
         let shape = Shape::new(DType::BF16, dims);
         let [x, gradient] =
@@ -187,6 +233,7 @@ mod tests {
         let y = nn::layer_norm(&b.root("m"), x, 1e-5, precision).unwrap();
         let weights = b.with_graph(|graph| graph.nodes[y.id as usize].operands.clone());
         let weights = [1, 2].map(|at| b.tensor(weights[at]));
+        let y = if residual { b.add(x, y).unwrap() } else { y };
         let found = vjp(&b, &[(y, gradient)], &[x, weights[0], weights[1]]).unwrap();
         let names = ["y", "dx", "dweight", "dbias"];
         for (name, value) in names.into_iter().zip([vec![y], found].concat()) {
@@ -195,32 +242,45 @@ mod tests {
         b.finish()
     }
 
-    fn claimed(graph: &Graph, chip: Chip, parts: usize) -> (Graph, usize) {
-        let mut norms = LayerNorms::of(chip.features(), parts);
-        let claimed = graph.substitute(&mut |b, i, copies| match &graph.nodes[i].op {
-            Op::Composite { kind, .. } => norms.claim(b, &graph.nodes[i], kind, copies),
-            _ => Ok(None),
-        });
+    fn claimed(graph: &Graph, chip: Chip, parts: usize) -> (Graph, Vec<&'static str>) {
+        let users = follow::users(graph);
+        let mut norms = LayerNorms::of(graph, &users, chip.features(), parts);
+        let claimed = graph.substitute(&mut |b, i, copies| norms.claim(b, i, copies));
         let claimed = claimed.unwrap();
-        let mut calls = 0;
-        claimed.visit_calls(&mut |_, _, _| calls += 1);
-        (claimed, calls)
+        let mut names = Vec::new();
+        claimed.visit_calls(&mut |_, _, call| names.push(call.name()));
+        names.sort_unstable();
+        (claimed, names)
     }
 
     #[test]
     fn kernels_are_the_norm_and_its_derivative() {
-        // Blocks of 128, 48 and 16 rows; a part of the batch that is two entries; rows that two cores share; rows that make no tile.
+        // Blocks of 128, 48, 32 and 256 rows; a part of the batch that is two entries; rows that two cores share; rows that make no tile.
         let cases = [
-            ([1, 128, 128], Chip::V5e, 1, 3),
-            ([1, 48, 256], Chip::V5e, 1, 3),
-            ([4, 16, 128], Chip::V5e, 2, 3),
-            ([1, 256, 128], Chip::V5p, 1, 3),
-            ([1, 24, 128], Chip::V5e, 1, 0),
+            ([1, 128, 128], Chip::V5e, 1, true),
+            ([1, 48, 256], Chip::V5e, 1, true),
+            ([4, 16, 128], Chip::V5e, 2, true),
+            ([1, 512, 128], Chip::V5p, 1, true),
+            ([1, 24, 128], Chip::V5e, 1, false),
         ];
-        for (dims, chip, parts, count) in cases {
-            let graph = trained(dims);
+        let residual = cases.iter().flat_map(|case| [(case, false), (case, true)]);
+        for (&(dims, chip, parts, takes), residual) in residual {
+            let graph = trained(dims, residual);
             let (kernels, calls) = claimed(&graph, chip, parts);
-            assert_eq!(calls, count, "{dims:?}");
+            let expected = match (takes, residual) {
+                (false, _) => vec![],
+                (true, false) => vec![
+                    "layer_norm",
+                    "layer_norm_gradient",
+                    "layer_norm_gradients_of_weights",
+                ],
+                (true, true) => vec![
+                    "layer_norm",
+                    "layer_norm_added_gradient",
+                    "layer_norm_gradients_of_weights",
+                ],
+            };
+            assert_eq!(calls, expected, "{dims:?}");
             let values = |shape: &Shape, seed: usize| {
                 let values = (0..shape.count()).map(|i| ((i * 37 + seed * 11) % 61) as f64 / 20.0);
                 HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()

@@ -1,7 +1,7 @@
 //! What kernels take of training steps.
 
 use crate::backend::follow;
-use crate::graph::{Composite, Graph, Node, Op};
+use crate::graph::{Binary, Composite, Graph, Node, Op};
 
 use super::super::Features;
 use super::super::mosaic::LANES;
@@ -57,7 +57,7 @@ fn claim(
     // The compiler's own products read norms and gates, and write what these need.
     let compiler_multiplies = products.is_empty() && graph.nodes.iter().any(is_product);
     let mut gradients = Gradients::of(features);
-    let mut norms = LayerNorms::of(features, parts);
+    let mut norms = LayerNorms::of(graph, &users, features, parts);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -75,12 +75,13 @@ fn claim(
             {
                 attention_or_gradient(b, node, kind, copies, &mut gradients)
             }
-            Op::Composite { .. } if compiler_multiplies => Ok(None),
-            Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
+            Op::Composite { kind, body }
+                if gated::is_claimed(kind, body) && !compiler_multiplies =>
+            {
                 gated(b, node, kind, copies, parts, features)
             }
-            Op::Composite { kind, body } if layer_norm::is_claimed(kind, body) => {
-                norms.claim(b, node, kind, copies)
+            Op::Composite { .. } | Op::Binary(Binary::Add) if !compiler_multiplies => {
+                norms.claim(b, i, copies)
             }
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
