@@ -7,6 +7,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::kernels::{Case, Layer, check, claimed};
 use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::report::{kernel_calls, kernel_calls_before};
@@ -217,10 +218,31 @@ fn every_chip_takes_the_derivatives_kernels() {
     every_chip_takes(&trained_convolution([1, 64, 64, 640, 320]), |_| 3);
 }
 
+#[test]
+fn every_chip_takes_the_kernels_of_norms_and_gates() {
+    let cases = [
+        (Layer::GatedGeluTraining, ["tokens=128", "features=5120"], 2),
+        (Layer::LayerNormTraining, ["tokens=512", "features=640"], 3),
+    ];
+    for (layer, [tokens, features], count) in cases {
+        let dims = ["batch=1", tokens, features].map(str::to_owned);
+        let case = Case::new(layer, &dims, None).unwrap();
+        for name in CHIPS {
+            let accelerator = Accelerator::lookup(name).unwrap();
+            let found = claimed(&case, accelerator.backend()).unwrap();
+            assert_eq!(found.values().sum::<usize>(), count, "{name}");
+            check(&case, accelerator).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    }
+}
+
+/// One of every kind.
+const CHIPS: [&str; 5] = ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"];
+
 /// Every kind of TPU compiles the kernels of a training step, of which there are so many.
 pub fn every_chip_takes(graph: &Graph, count: fn(Chip) -> usize) {
     let plugin = tpu_plugin();
-    for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
+    for name in CHIPS {
         let accelerator = Accelerator::lookup(name).unwrap();
         let chip = accelerator.chip;
         let graph = claim_training(graph, chip.features(), 1, &[]).unwrap();

@@ -149,25 +149,30 @@ const ALL: [&str; 3] = [
 fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
     // One block, of a weight that lies as it is, is shared along its outputs, or along its inputs; several blocks of rows, and columns that cores
     // do not share; several of columns; a part of the batch that is one entry, and one that is two.
-    let one_core = [Chip::V5e];
-    let both = [Chip::V5e, Chip::V5p];
-    let cases = [
-        ([1, 128, 128, 256], 1, None, &both[..]),
-        ([1, 128, 128, 256], 1, Some(0), &both),
-        ([1, 128, 128, 256], 1, Some(1), &both),
-        ([1, 384, 128, 128], 1, None, &both),
-        ([1, 128, 128, 1408], 1, None, &one_core),
-        ([2, 128, 256, 256], 2, None, &one_core),
-        ([4, 64, 128, 256], 2, None, &both),
+    let one_core = (None, Chip::V5e);
+    let two_cores = (None, Chip::V5p);
+    let shared = |dim: usize, chip| (Some(dim), chip);
+    let of_weight = [
+        one_core,
+        two_cores,
+        shared(0, Chip::V5e),
+        shared(1, Chip::V5p),
     ];
-    for (sizes, parts, split, chips) in cases {
+    let cases = [
+        ([1, 128, 128, 256], 1, &of_weight[..]),
+        ([1, 384, 128, 128], 1, &[one_core, two_cores]),
+        ([1, 128, 128, 1408], 1, &[one_core]),
+        ([2, 128, 256, 256], 2, &[one_core]),
+        ([4, 64, 128, 256], 2, &[two_cores]),
+    ];
+    for (sizes, parts, forms) in cases {
         let graph = trained_linear(sizes, parts);
         let weight = graph.inputs.iter().position(|i| i.name == "m/weight");
-        let mut is_split = vec![Vec::new(); graph.inputs.len()];
-        is_split[weight.unwrap()] = [0, 1].map(|dim| Some(dim) == split).to_vec();
         let inputs = values(&graph);
         let expected = evaluate(&graph, &inputs).unwrap();
-        for chip in chips {
+        for (split, chip) in forms {
+            let mut is_split = vec![Vec::new(); graph.inputs.len()];
+            is_split[weight.unwrap()] = [0, 1].map(|dim| Some(dim) == *split).to_vec();
             let kernels = claim_training(&graph, chip.features(), parts, &is_split).unwrap();
             assert_eq!(names(&kernels), ALL, "{sizes:?} {parts} {split:?} {chip:?}");
             let found = evaluate(&kernels, &inputs).unwrap();

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::backend::follow;
 use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Tensor};
+use crate::graph::scopes::RANGE_FINDING;
+use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Reduction, Tensor};
 use crate::shape::Shape;
 
 use super::super::{Features, RoundedGradient, RoundedProduct};
@@ -20,8 +21,8 @@ pub(super) struct Product {
     kernel: RoundedProduct,
     x: Rounded,
     weights: u32,
-    /// Of the weights' columns.
-    scale: u32,
+    /// What the weights were before they were rounded.
+    wide_weights: u32,
     bias: Option<u32>,
     /// The dimension of the weights that is contracted.
     contracted: usize,
@@ -42,17 +43,21 @@ impl Product {
         let rows = self.shape.count() / columns.max(1);
         let x = copy(self.x.x);
         let terms = b.shape(x).count() / rows.max(1);
-        let vector = |id: u32| {
-            let wide = b.convert(copy(id), DType::F32)?;
+        let vector = |x: Tensor| {
+            let wide = b.convert(x, DType::F32)?;
             b.reshape(wide, &[1, 1, columns])
         };
+        // The same as in the search for the scale, which is then left to those that round the weights.
+        let range = b.at(format!("{}/{RANGE_FINDING}", b.path()));
+        let magnitudes = range.abs(copy(self.wide_weights))?;
+        let absmax = range.reduce(Reduction::Max, magnitudes, &[self.contracted])?;
         let mut operands = vec![
             b.reshape(x, &[1, rows, terms])?,
             b.reshape(weights, &lying)?,
-            vector(self.scale)?,
+            vector(absmax)?,
         ];
         if let Some(bias) = self.bias {
-            operands.push(vector(bias)?);
+            operands.push(vector(copy(bias))?);
         }
         if let Some(key) = self.x.noise {
             operands.extend(noise(b, copy(key), self.parts, rows / self.parts)?);
@@ -144,7 +149,9 @@ impl<'a> Claims<'a> {
         let x = Rounded::to(self.graph, lhs, lhs_scale, &kept).filter(|_| is_matrix)?;
         let followed = follow::bias_and_rounding(self.graph, users, i);
         let result = self.shape(followed.root as u32);
+        let wide_weights = Rounded::to(self.graph, rhs, rhs_scale, &[1 - contracted])?.x;
         let takes = self.shape(x.x).dtype == DType::BF16
+            && self.shape(wide_weights).dtype == DType::BF16
             && followed.result == DType::BF16
             && is_split(result, self.parts);
         let [terms, columns] = [contracted, 1 - contracted].map(|d| weights.dims[d]);
@@ -166,7 +173,7 @@ impl<'a> Claims<'a> {
                 kernel,
                 x,
                 weights: rhs,
-                scale: rhs_scale,
+                wide_weights,
                 bias: followed.bias,
                 contracted,
                 shape: result.clone(),

@@ -23,8 +23,8 @@ const MOST_TERMS_IN_PARTS: usize = 2560;
 /// `x` times weights, plus the bias, in bf16. `x` is quantized as AQT does it, a scale a row, and the product multiplied with the
 /// scales of rows and columns.
 ///
-/// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, or `[1, terms, columns]`, and `f32[1, 1, columns]`, the scales
-/// of columns; with a bias another one of these; with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the
+/// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, or `[1, terms, columns]`, and `f32[1, 1, columns]`, the largest
+/// magnitudes of columns of the weights before they were rounded, by which their scales are found; with a bias another one of these; with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the
 /// first row of each part of the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoundedProduct {
@@ -232,14 +232,13 @@ impl RoundedProduct {
         let scale = k.broadcast(scale, columns);
         let y = k.convert(sums, DType::F32);
         let mut y = k.mul(y, scale);
-        let of_columns = |k: &mut Kernel, window: usize| {
-            let row = k.load(window, first, 1);
-            k.broadcast_row(row, rows)
-        };
-        let column_scale = of_columns(k, 2);
+        let absmax = k.load(2, first, 1);
+        let (_, column_scale) = scales(k, absmax);
+        let column_scale = k.broadcast_row(column_scale, rows);
         y = k.mul(y, column_scale);
         if self.bias {
-            let bias = of_columns(k, 3);
+            let bias = k.load(3, first, 1);
+            let bias = k.broadcast_row(bias, rows);
             y = k.add(y, bias);
         }
         let y = k.convert(y, DType::BF16);
