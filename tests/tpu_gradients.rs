@@ -7,7 +7,6 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::kernels::{Case, Layer, check, claimed};
 use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::report::{kernel_calls, kernel_calls_before};
@@ -219,21 +218,8 @@ fn every_chip_takes_the_derivatives_kernels() {
 }
 
 #[test]
-fn every_chip_takes_the_kernels_of_norms_and_gates() {
-    let cases = [
-        (Layer::GatedGeluTraining, ["tokens=128", "features=5120"], 2),
-        (Layer::LayerNormTraining, ["tokens=512", "features=640"], 3),
-    ];
-    for (layer, [tokens, features], count) in cases {
-        let dims = ["batch=1", tokens, features].map(str::to_owned);
-        let case = Case::new(layer, &dims, None).unwrap();
-        for name in CHIPS {
-            let accelerator = Accelerator::lookup(name).unwrap();
-            let found = claimed(&case, accelerator.backend()).unwrap();
-            assert_eq!(found.values().sum::<usize>(), count, "{name}");
-            check(&case, accelerator).unwrap_or_else(|error| panic!("{name}: {error}"));
-        }
-    }
+fn every_chip_takes_the_kernels_of_gates() {
+    every_chip_takes(&gates([1, 128, 2560]), |_| 2);
 }
 
 /// One of every kind.

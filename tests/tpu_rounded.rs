@@ -4,7 +4,6 @@ use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, ConvDims, DotDims, Graph, Init, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Linear, Precision, layer_norm, linear};
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Chip;
@@ -48,52 +47,6 @@ fn trained_linear([batch, tokens, inputs, outputs]: [usize; 4], parts: usize) ->
         b.output(name, value, None).unwrap();
     }
     lower(&b.finish()).unwrap()
-}
-
-/// The gradient of bf16 rows, given that of a linear layer of their layer norm, in int8 or in bf16.
-fn trained_norm(is_int8: bool) -> Graph {
-    let b = Builder::new();
-    let of = |name: &str| {
-        let shape = Shape::new(DType::BF16, [1, 128, 128]);
-        b.input(name, shape, &[]).unwrap()
-    };
-    let [x, gradient] = [of("x"), of("gradient")];
-    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
-        .unwrap();
-    let m = b.root("m");
-    let bf16 = Precision {
-        weights: DType::BF16,
-        activations: DType::BF16,
-    };
-    let y = layer_norm(&m.scope("norm"), x, 1e-5, bf16).unwrap();
-    let y = linear(
-        &m.scope("linear"),
-        y,
-        Linear::new(128, "embed", "mlp"),
-        bf16,
-    )
-    .unwrap();
-    if is_int8 {
-        annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap()).unwrap();
-    }
-    let found = vjp(&b, &[(y, gradient)], &[x]).unwrap();
-    b.output("y", y, None).unwrap();
-    b.output("dx", found[0], None).unwrap();
-    lower(&b.finish()).unwrap()
-}
-
-#[test]
-fn layer_norms_are_kernels_where_kernels_multiply() {
-    let claimed =
-        |is_int8| claim_training(&trained_norm(is_int8), Chip::V5p.features(), 1, &[]).unwrap();
-    let expected = [
-        "layer_norm",
-        "layer_norm_gradient",
-        "rounded_int8_product",
-        "stochastic_int8_product",
-    ];
-    assert_eq!(names(&claimed(true)), expected);
-    assert!(names(&claimed(false)).is_empty());
 }
 
 /// A 3x3 convolution of an image in bf16 with its derivatives, of which int8 rounds the first: images, height, width, inputs, outputs.

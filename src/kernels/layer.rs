@@ -25,8 +25,6 @@ named! {
         GroupNorm = "group_norm",
         GroupNormSilu = "group_norm_silu",
         LayerNorm = "layer_norm",
-        /// A layer norm with its derivatives, as a training step has it.
-        LayerNormTraining = "layer_norm_training",
         GatedGelu = "gated_gelu",
         /// The gated GELU with its derivative, as a training step has it.
         GatedGeluTraining = "gated_gelu_training",
@@ -97,9 +95,7 @@ impl Layer {
                 ("channels", 640),
                 ("groups", 32),
             ],
-            Layer::LayerNorm | Layer::LayerNormTraining => {
-                &[("batch", 2), ("tokens", 4096), ("features", 640)]
-            }
+            Layer::LayerNorm => &[("batch", 2), ("tokens", 4096), ("features", 640)],
             Layer::GatedGelu | Layer::GatedGeluTraining => {
                 &[("batch", 2), ("tokens", 4096), ("features", 5120)]
             }
@@ -150,7 +146,6 @@ impl Layer {
             self,
             Layer::AttentionTraining
                 | Layer::GatedGeluTraining
-                | Layer::LayerNormTraining
                 | Layer::LinearTraining
                 | Layer::Conv2dTraining
         )
@@ -258,7 +253,7 @@ impl Case {
                 };
                 nn::group_norm(&m, x, norm, precision)?
             }
-            (Layer::LayerNorm | Layer::LayerNormTraining, &[batch, tokens, features]) => {
+            (Layer::LayerNorm, &[batch, tokens, features]) => {
                 nn::layer_norm(&m, input("x", &[batch, tokens, features])?, 1e-5, precision)?
             }
             (Layer::GatedGelu | Layer::GatedGeluTraining, &[batch, tokens, features]) => {

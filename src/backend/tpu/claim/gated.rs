@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
-use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 
 use super::super::{Features, GatedGelu};
 use super::{Result, is_split};
 
-/// Whether [`super::claim_training`] may take a composite: the gated GELU of bf16, and its derivative.
+/// Whether [`super::claim_training`] may take a composite: the gated GELU of bf16 rows that make whole tiles, and its derivative. What
+/// stays whole and is not taken after all may keep equal blocks from being a loop.
 pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
     let is_gated = match kind {
         Composite::GatedGelu => true,
         Composite::Gradient { of, .. } => matches!(**of, Composite::GatedGelu),
         _ => false,
     };
-    let x = body.inputs.first();
-    is_gated && x.is_some_and(|x| x.shape.dtype == DType::BF16)
+    let x = body.inputs.first().map(|input| &input.shape);
+    is_gated && x.is_some_and(GatedGelu::takes)
 }
 
 /// The kernel of what [`is_claimed`] says yes to, where the devices compute `parts` parts of the batch; `None` where there is none.

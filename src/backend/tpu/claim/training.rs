@@ -1,20 +1,19 @@
 //! What kernels take of training steps.
 
 use crate::backend::follow;
-use crate::graph::{Binary, Composite, Graph, Node, Op};
+use crate::graph::{Composite, Graph, Op};
 
 use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
-use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{gradient_of_kernel, images};
 use super::{Result, is_split, rounded};
 
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
-/// - the gated GELU, layer norms and their derivatives, unless the compiler multiplies,
+/// - the gated GELU and its derivative,
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
@@ -36,9 +35,7 @@ pub fn claim_training(
 
 /// Whether [`claim_training`] may take a composite, which then stays whole.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
-    attention::is_claimed(kind, body)
-        || gated::is_claimed(kind, body)
-        || layer_norm::is_claimed(kind, body)
+    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.
@@ -54,10 +51,7 @@ fn claim(
     let rounded = rounded::Claims::of(graph, features, parts, shared);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
-    // The compiler's own products read norms and gates, and write what these need.
-    let compiler_multiplies = products.is_empty() && graph.nodes.iter().any(is_product);
     let mut gradients = Gradients::of(features);
-    let mut norms = LayerNorms::of(graph, &users, features, parts);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -75,13 +69,8 @@ fn claim(
             {
                 attention_or_gradient(b, node, kind, copies, &mut gradients)
             }
-            Op::Composite { kind, body }
-                if gated::is_claimed(kind, body) && !compiler_multiplies =>
-            {
+            Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
                 gated(b, node, kind, copies, parts, features)
-            }
-            Op::Composite { .. } | Op::Binary(Binary::Add) if !compiler_multiplies => {
-                norms.claim(b, i, copies)
             }
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
@@ -90,10 +79,6 @@ fn claim(
             _ => Ok(None),
         }
     })
-}
-
-fn is_product(node: &Node) -> bool {
-    matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. })
 }
 
 #[cfg(test)]
