@@ -26,7 +26,7 @@ mod weight;
 
 pub use low_rank::{Dropout, LOW_RANK, contracted_weights, is_low_rank_factor, low_rank_beside};
 pub use lower::{ROUNDING_KEY, lower, lower_with_noise, scaled_product};
-pub use rounding::{NoiseSource, scale_of};
+pub use rounding::{NoiseSource, absmax, scale_of};
 
 pub use awq::{AwqWeight, awq_factors};
 pub use budget::{BudgetError, Choice, choose};

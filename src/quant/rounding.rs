@@ -38,10 +38,7 @@ pub(super) fn find_scale(
         let shape = b.shape(x);
         let reduced: Vec<usize> = (0..shape.rank()).filter(|d| !kept.contains(d)).collect();
         let absmax = match format.range {
-            Range::Dynamic => {
-                let range = b.at(format!("{}/{RANGE_FINDING}", b.path()));
-                range.reduce(Reduction::Max, range.abs(x)?, &reduced)?
-            }
+            Range::Dynamic => absmax(b, x, &reduced)?,
             Range::Static(bits) => {
                 let sizes: Vec<usize> = kept.iter().map(|d| shape.dims[*d]).collect();
                 b.full(&shape.with_dims(sizes), f64::from(f32::from_bits(bits)))?
@@ -52,6 +49,15 @@ pub(super) fn find_scale(
         };
         scale_of(b, absmax, format)
     })
+}
+
+/// The largest magnitudes of `x` over these dimensions, in its type.
+///
+/// # Errors
+/// When `x` has no such dimensions.
+pub fn absmax(b: &Builder, x: Tensor, over: &[usize]) -> Result<Tensor> {
+    let range = b.at(format!("{}/{RANGE_FINDING}", b.path()));
+    range.reduce(Reduction::Max, range.abs(x)?, over)
 }
 
 /// The scale that belongs to the largest magnitudes `absmax`, in their type.

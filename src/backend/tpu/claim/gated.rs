@@ -29,16 +29,11 @@ pub(super) fn gated(
     features: Features,
 ) -> Result<Option<Tensor>> {
     let copy = |id: u32| copies[id as usize];
-    let (derivative, x) = match (kind, &node.operands[..]) {
-        (Composite::GatedGelu, &[x]) => (false, x),
-        (Composite::Gradient { of, .. }, &[x, _]) if **of == Composite::GatedGelu => (true, x),
-        _ => return Ok(None),
-    };
     let kernel = GatedGelu {
-        derivative,
+        derivative: matches!(kind, Composite::Gradient { .. }),
         memory: features.kernel_memory,
     };
-    let x = b.shape(copy(x));
+    let x = b.shape(copy(node.operands[0]));
     let both = x.dims.last().copied().unwrap_or(0);
     let rows = x.count() / both.max(1);
     if !is_split(&node.shape, parts) || !kernel.fits(rows / parts, both / 2) {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::backend::follow;
 use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
-use crate::graph::scopes::RANGE_FINDING;
-use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Reduction, Tensor};
+use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Tensor};
+use crate::quant;
 use crate::shape::Shape;
 
 use super::super::{Features, RoundedGradient, RoundedProduct};
@@ -48,9 +48,7 @@ impl Product {
             b.reshape(wide, &[1, 1, columns])
         };
         // The same as in the search for the scale, which is then left to those that round the weights.
-        let range = b.at(format!("{}/{RANGE_FINDING}", b.path()));
-        let magnitudes = range.abs(copy(self.wide_weights))?;
-        let absmax = range.reduce(Reduction::Max, magnitudes, &[self.contracted])?;
+        let absmax = quant::absmax(b, copy(self.wide_weights), &[self.contracted])?;
         let mut operands = vec![
             b.reshape(x, &[1, rows, terms])?,
             b.reshape(weights, &lying)?,

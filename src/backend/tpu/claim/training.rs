@@ -10,6 +10,11 @@ use super::gated::{self, gated};
 use super::trained_convolution::{gradient_of_kernel, images};
 use super::{Result, is_split, rounded};
 
+/// Whether [`claim_training`] may take a composite, which then stays whole.
+pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
+    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
+}
+
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
@@ -31,11 +36,6 @@ pub fn claim_training(
     is_split: &[Vec<bool>],
 ) -> Result<Graph> {
     claim(graph, features, parts, is_split, LANES)
-}
-
-/// Whether [`claim_training`] may take a composite, which then stays whole.
-pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
-    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
 }
 
 /// The same with kernels for convolutions of `narrowest` features and more.

@@ -24,8 +24,8 @@ const MOST_TERMS_IN_PARTS: usize = 2560;
 /// scales of rows and columns.
 ///
 /// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, or `[1, terms, columns]`, and `f32[1, 1, columns]`, the largest
-/// magnitudes of columns of the weights before they were rounded, by which their scales are found; with a bias another one of these; with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the
-/// first row of each part of the batch.
+/// magnitudes of the weights' columns before they were rounded, by which their scales are found; with a bias another one of these;
+/// with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the first row of each part of the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoundedProduct {
     /// Whether weights lie `[1, terms, columns]`.
