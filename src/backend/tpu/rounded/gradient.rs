@@ -1,5 +1,7 @@
 //! The gradient of weights: rows that are rounded, each column by its own scale, times others that are.
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
@@ -11,8 +13,17 @@ use super::super::mosaic::{
 };
 use super::{TILE_ROWS, configuration, integers, noise_windows};
 
-/// Columns of a block of the result, at most.
+/// The windows of the gradient and of `x`.
+const GRADIENT: usize = 0;
+const INPUTS: usize = 1;
+/// Columns of a block, at most.
 const MOST_COLUMNS: usize = 640;
+/// Columns of a part of a block.
+const PART: usize = LANES;
+/// Rows up to which a part's are rounded without a loop, so that the matrix units multiply the part before meanwhile: a loop is
+/// a border that nothing is moved across. On a v5p 1,024 rows of 1,280 and 10,240 features take 82,287 cycles so, and 106,720
+/// rounded in loops before they are multiplied; 4,096 rows of 640 and 640 take 43,697 and 53,891.
+const MOST_ROWS_IN_PARTS: usize = 4096;
 /// Columns that are rounded in one run of a loop, at most.
 const ROUNDED_COLUMNS: usize = 640;
 /// Rows of a tile of `f32`.
@@ -33,61 +44,151 @@ pub struct RoundedGradient {
     pub memory: usize,
 }
 
-/// The numbers of parts, their rows, and the rows and columns of the result.
+/// The numbers of parts, their rows, and the columns of the gradient and of `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sizes {
     parts: usize,
     terms: usize,
-    rows: usize,
-    columns: usize,
+    outputs: usize,
+    inputs: usize,
+}
+
+impl Sizes {
+    /// The window of what is kept whole, the one with fewer columns, and that of what comes in blocks, which is the gradient if both
+    /// have as many: each core rounds its own blocks alone, and noise takes longest.
+    fn windows(self) -> [usize; 2] {
+        match self.outputs >= self.inputs {
+            true => [INPUTS, GRADIENT],
+            false => [GRADIENT, INPUTS],
+        }
+    }
+
+    /// Columns of a window.
+    fn columns(self, window: usize) -> usize {
+        match window {
+            GRADIENT => self.outputs,
+            _ => self.inputs,
+        }
+    }
 }
 
 /// What a core keeps from step to step.
 #[derive(Clone, Copy)]
-struct Kept {
-    /// `s8[rows, terms]`
-    lhs: Scratch,
-    /// The scales of the result's rows, `f32[rows, 8]`.
-    lhs_scale: Scratch,
-    /// `s8[terms, columns of a block]`
-    rhs: Scratch,
+struct Whole {
+    /// `s8[columns, terms]` if they are the result's rows, else `s8[terms, columns]`.
+    integers: Scratch,
+    /// `f32[columns, 8]`, else `f32[8, columns]`.
+    scale: Scratch,
+}
+
+/// Some columns of a block.
+#[derive(Clone, Copy)]
+struct Part {
+    first: usize,
+    width: usize,
+    /// `s8[width, terms]` if they are the result's rows, else `s8[terms, width]`.
+    integers: Scratch,
+    /// `f32[width, 8]`
+    scale: Scratch,
+}
+
+/// How the rows of a window are gone through.
+#[derive(Clone, Copy)]
+enum Tiles {
+    /// One tile after the other, without a loop.
+    Straight,
+    /// In a loop, [`LANES`] rows in each run.
+    Loop,
+}
+
+impl Tiles {
+    /// Rows of a tile. Few of them keep what is between in registers; without a loop the compiler orders operations itself, and larger
+    /// tiles make a smaller program.
+    fn rows(self) -> usize {
+        match self {
+            Tiles::Straight => LANES,
+            Tiles::Loop => TILE_ROWS,
+        }
+    }
+
+    fn each(
+        self,
+        k: &mut Kernel,
+        terms: usize,
+        start: Vec<KernelValue>,
+        body: impl Fn(&mut Kernel, KernelValue, &[KernelValue]) -> Vec<KernelValue>,
+    ) -> Vec<KernelValue> {
+        self.each_of(k, terms, self.rows(), start, body)
+    }
+
+    /// Runs `body` for each `rows` rows, with the first of them and the values carried.
+    fn each_of(
+        self,
+        k: &mut Kernel,
+        terms: usize,
+        rows: usize,
+        start: Vec<KernelValue>,
+        body: impl Fn(&mut Kernel, KernelValue, &[KernelValue]) -> Vec<KernelValue>,
+    ) -> Vec<KernelValue> {
+        match self {
+            Tiles::Straight => (0..terms).step_by(rows).fold(start, |values, first| {
+                let row = k.row(first);
+                body(k, row, &values)
+            }),
+            Tiles::Loop => k.repeat(terms / LANES, start, |k, counter, values| {
+                let firsts = (0..LANES).step_by(rows);
+                firsts.fold(values.to_vec(), |values, first| {
+                    let row = k.row_of(counter, LANES, first);
+                    body(k, row, &values)
+                })
+            }),
+        }
+    }
+}
+
+/// Columns of a window that are rounded.
+struct Rounded {
+    window: usize,
+    columns: Range<usize>,
+    /// Their inverse scales, `f32[1, columns]`.
+    inverse: KernelValue,
+    /// With noise, the columns of the tensor that it is for, and the dimension of the grid that counts its blocks, with the columns of
+    /// one.
+    noise: Option<(usize, Option<(usize, usize)>)>,
 }
 
 impl RoundedGradient {
     /// Whether the kernel takes so many rows of a part of the batch: whole tiles, that fit the core's memory.
     pub fn fits(&self, rows: usize, outputs: usize, inputs: usize) -> bool {
-        let [of_rows, columns] = self.ordered([outputs, inputs]);
         let sizes = Sizes {
             parts: 1,
             terms: rows,
-            rows: of_rows,
-            columns,
+            outputs,
+            inputs,
         };
         self.block(sizes).is_some()
     }
 
-    /// What belongs to the result's rows, and to its columns, of what belongs to outputs and to inputs.
-    fn ordered<T>(&self, [outputs, inputs]: [T; 2]) -> [T; 2] {
-        match self.inputs_first {
-            true => [inputs, outputs],
-            false => [outputs, inputs],
-        }
-    }
-
     /// Columns of the largest block that fits the core's memory.
     fn block(&self, sizes: Sizes) -> Option<usize> {
-        let Sizes { terms, rows, .. } = sizes;
-        let is_known = [terms, rows, sizes.columns]
+        let Sizes {
+            terms,
+            outputs,
+            inputs,
+            ..
+        } = sizes;
+        let columns = sizes.columns(sizes.windows()[1]);
+        let is_known = [terms, outputs, inputs]
             .iter()
             .all(|size| *size > 0 && size.is_multiple_of(LANES))
             && terms <= MOST_TERMS
-            && sizes.columns.is_multiple_of(self.cores * LANES);
+            && columns.is_multiple_of(self.cores * LANES);
         if !is_known {
             return None;
         }
         let mut widths: Vec<usize> = (1..=MOST_COLUMNS / LANES)
             .rev()
-            .filter_map(|tiles| block_of_columns(sizes.columns / self.cores, tiles * LANES))
+            .filter_map(|tiles| block_of_columns(columns / self.cores, tiles * LANES))
             .collect();
         widths.dedup();
         widths
@@ -98,163 +199,264 @@ impl RoundedGradient {
     /// Bytes of the core's memory: windows, scratch, and sums.
     fn bytes(&self, sizes: Sizes, width: usize) -> usize {
         let mut kernel = Kernel::new(Vec::new(), self.windows(sizes, width));
-        kept(&mut kernel, sizes, width);
-        kernel.window_bytes() + kernel.scratch_bytes() + sizes.rows * width * 4
+        self.whole(&mut kernel, sizes);
+        self.parts(&mut kernel, sizes, width);
+        kernel.window_bytes()
+            + kernel.scratch_bytes()
+            + sizes.columns(sizes.windows()[0]) * width * 4
     }
 
-    /// Columns of a block are counted by the last two dimensions of the grid, of which the first is that of cores.
+    /// Blocks are counted by the last two dimensions of the grid, of which the first is that of cores.
     fn windows(&self, sizes: Sizes, width: usize) -> Vec<Window> {
-        let Sizes {
-            parts,
-            terms,
-            rows,
-            columns,
-        } = sizes;
-        let all = Window {
+        let Sizes { parts, terms, .. } = sizes;
+        let [of_whole, of_blocks] = sizes.windows();
+        let [columns, all_columns] = [of_whole, of_blocks].map(|window| sizes.columns(window));
+        let whole = Window {
             dtype: DType::BF16,
-            array: [parts, terms, rows],
-            block: [terms, rows],
+            array: [parts, terms, columns],
+            block: [terms, columns],
             index: [Some(0), None, None],
             place: Place::Own,
             first_column: 0,
         };
-        let some = Window {
-            array: [parts, terms, columns],
+        let blocks = Window {
+            array: [parts, terms, all_columns],
             block: [terms, width],
             index: [Some(0), None, Some(2)],
-            ..all
+            ..whole
         };
-        let operands = match self.inputs_first {
-            true => [some, all],
-            false => [all, some],
+        let [key, first] = noise_windows(parts, Some(0));
+        let result = match self.is_rows(of_whole) {
+            true => Window {
+                array: [parts, columns, all_columns],
+                block: [columns, width],
+                ..blocks
+            },
+            false => Window {
+                array: [parts, all_columns, columns],
+                block: [width, columns],
+                index: [Some(0), Some(2), None],
+                ..blocks
+            },
         };
-        let mut windows = operands.to_vec();
-        windows.extend(noise_windows(parts, Some(0)));
-        windows.push(Window {
+        let result = Window {
             dtype: DType::F32,
-            array: [parts, rows, columns],
-            block: [rows, width],
-            index: [Some(0), None, Some(2)],
-            ..all
-        });
-        windows
+            ..result
+        };
+        let [gradient, x] = match of_whole {
+            GRADIENT => [whole, blocks],
+            _ => [blocks, whole],
+        };
+        vec![gradient, x, key, first, result]
     }
 
+    /// Whether the columns of a window are the result's rows.
+    fn is_rows(&self, window: usize) -> bool {
+        self.inputs_first == (window == INPUTS)
+    }
+
+    fn whole(&self, k: &mut Kernel, sizes: Sizes) -> Whole {
+        let [window, _] = sizes.windows();
+        let columns = sizes.columns(window);
+        let [integers, scale] = match self.is_rows(window) {
+            true => [[columns, sizes.terms], [columns, WIDE_TILE_ROWS]],
+            false => [[sizes.terms, columns], [WIDE_TILE_ROWS, columns]],
+        };
+        Whole {
+            integers: k.scratch(DType::S8, integers),
+            scale: k.scratch(DType::F32, scale),
+        }
+    }
+
+    fn parts(&self, k: &mut Kernel, sizes: Sizes, width: usize) -> Vec<Part> {
+        let of_part = match sizes.terms <= MOST_ROWS_IN_PARTS {
+            true => PART,
+            false => width,
+        };
+        let [_, window] = sizes.windows();
+        let firsts = (0..width).step_by(of_part);
+        let part = |first: usize| Part {
+            first,
+            width: of_part,
+            integers: match self.is_rows(window) {
+                true => k.scratch(DType::S8, [of_part, sizes.terms]),
+                false => k.scratch(DType::S8, [sizes.terms, of_part]),
+            },
+            scale: k.scratch(DType::F32, [of_part, WIDE_TILE_ROWS]),
+        };
+        firsts.map(part).collect()
+    }
+
+    /// Some columns are rounded while those before them are multiplied, so each has a memory of its own.
     fn kernel(&self, sizes: Sizes, width: usize) -> Kernel {
-        let blocks = sizes.columns / width / self.cores;
+        let blocks = sizes.columns(sizes.windows()[1]) / width / self.cores;
         let grid = vec![sizes.parts, self.cores, blocks];
         let mut k = Kernel::new(grid, self.windows(sizes, width));
         k.memory = self.memory;
         k.share_last_dims();
-        let kept = kept(&mut k, sizes, width);
-        let [lhs, rhs] = self.ordered([0, 1]);
-        k.when_first(2, |k| self.round_lhs(k, kept, lhs, sizes));
-        let scale = self.round_rhs(&mut k, kept, rhs, sizes.terms, width);
-        let [lhs, rhs] = [kept.lhs, kept.rhs].map(|of| k.kept(of));
-        let size = [sizes.rows, width];
-        let zero = k.splat(DType::S32, size, 0.0);
-        let sums = k.matmul(lhs, rhs, zero);
-        let sums = k.convert(sums, DType::F32);
-        let of_rows = k.kept_part(kept.lhs_scale, [0, 0], [sizes.rows, 1]);
-        let of_rows = k.broadcast(of_rows, width);
-        let of_columns = k.broadcast_row(scale, sizes.rows);
-        // The gradient's scale comes first.
-        let [first, second] = match self.inputs_first {
-            true => [of_columns, of_rows],
-            false => [of_rows, of_columns],
-        };
-        let y = k.mul(sums, first);
-        let y = k.mul(y, second);
-        k.store(y, [0, 0]);
+        let whole = self.whole(&mut k, sizes);
+        let parts = self.parts(&mut k, sizes, width);
+        k.when_first(2, |k| self.round_whole(k, whole, sizes));
+        let mut scale = self.round_part(&mut k, parts[0], sizes, width);
+        for (at, part) in parts.iter().enumerate() {
+            let next = parts.get(at + 1);
+            let next = next.map(|next| self.round_part(&mut k, *next, sizes, width));
+            self.multiply(&mut k, *part, scale, whole, sizes);
+            scale = next.unwrap_or(scale);
+        }
         k
     }
 
-    /// The largest magnitude of each of some columns of a window, `f32[1, columns]`.
-    fn absmax(k: &mut Kernel, window: usize, terms: usize, [at, width]: [usize; 2]) -> KernelValue {
-        let zero = k.splat(DType::F32, [TILE_ROWS, width], 0.0);
-        let highest = k.repeat(terms / LANES, vec![zero], |k, counter, highest| {
-            let mut highest = highest[0];
-            for start in (0..LANES).step_by(TILE_ROWS) {
-                let row = k.row_of(counter, LANES, start);
-                let x = k.load_part(window, row, TILE_ROWS, at..at + width);
-                let x = k.convert(x, DType::F32);
-                let magnitudes = k.abs(x);
-                highest = k.max(highest, magnitudes);
+    fn multiply(&self, k: &mut Kernel, part: Part, scale: KernelValue, whole: Whole, sizes: Sizes) {
+        let [window, _] = sizes.windows();
+        let columns = sizes.columns(window);
+        let of_part = k.kept(part.integers);
+        let of_whole = k.kept(whole.integers);
+        let is_rows = self.is_rows(window);
+        let (lhs, rhs, size, at) = match is_rows {
+            true => (of_whole, of_part, [columns, part.width], [0, part.first]),
+            false => (of_part, of_whole, [part.width, columns], [part.first, 0]),
+        };
+        let zero = k.splat(DType::S32, size, 0.0);
+        let sums = k.matmul(lhs, rhs, zero);
+        let y = k.convert(sums, DType::F32);
+        let [rows, columns] = size;
+        let [of_whole, of_part] = match is_rows {
+            true => {
+                let of_whole = k.kept_part(whole.scale, [0, 0], [rows, 1]);
+                [k.broadcast(of_whole, columns), k.broadcast_row(scale, rows)]
             }
-            vec![highest]
+            false => {
+                let scale = k.broadcast_row(scale, WIDE_TILE_ROWS);
+                let scale = k.transpose(scale);
+                k.keep(part.scale, scale, [0, 0]);
+                let scale = k.kept_part(part.scale, [0, 0], [rows, 1]);
+                let of_whole = k.kept_part(whole.scale, [0, 0], [1, columns]);
+                [k.broadcast_row(of_whole, rows), k.broadcast(scale, columns)]
+            }
+        };
+        // The gradient's scale comes first.
+        let [first, second] = match window {
+            GRADIENT => [of_whole, of_part],
+            _ => [of_part, of_whole],
+        };
+        let y = k.mul(y, first);
+        let y = k.mul(y, second);
+        k.store(y, at);
+    }
+
+    /// The largest magnitude of each of some columns of a window, `f32[1, columns]`.
+    fn absmax(
+        k: &mut Kernel,
+        window: usize,
+        terms: usize,
+        columns: Range<usize>,
+        tiles: Tiles,
+    ) -> KernelValue {
+        let zero = k.splat(DType::F32, [tiles.rows(), columns.len()], 0.0);
+        let highest = tiles.each(k, terms, vec![zero], |k, row, highest| {
+            let x = k.load_part(window, row, tiles.rows(), columns.clone());
+            let x = k.convert(x, DType::F32);
+            let magnitudes = k.abs(x);
+            vec![k.max(highest[0], magnitudes)]
         });
         k.column_max(highest[0])
     }
 
-    /// Where noise of a window's rows comes from; `None` where it is rounded to nearest.
-    fn noise(
-        &self,
-        window: usize,
-        row: KernelValue,
-        [columns, at]: [usize; 2],
-        block: Option<(usize, usize)>,
-    ) -> Option<Noise> {
-        (window == 0).then_some(Noise {
-            windows: [2, 3],
-            columns,
-            blocks: [None, block],
-            row,
-            column: at,
-        })
-    }
-
-    /// Keeps what belongs to the result's rows, transposed, and their scales.
-    fn round_lhs(&self, k: &mut Kernel, kept: Kept, window: usize, sizes: Sizes) {
-        let width = block_of_columns(sizes.rows, ROUNDED_COLUMNS).unwrap_or(LANES);
-        for from in (0..sizes.rows).step_by(width) {
-            let absmax = RoundedGradient::absmax(k, window, sizes.terms, [from, width]);
+    /// Keeps what is whole, and its scales.
+    fn round_whole(&self, k: &mut Kernel, kept: Whole, sizes: Sizes) {
+        let [window, _] = sizes.windows();
+        let all = sizes.columns(window);
+        let width = block_of_columns(all, ROUNDED_COLUMNS).unwrap_or(LANES);
+        for from in (0..all).step_by(width) {
+            let columns = from..from + width;
+            let absmax = Self::absmax(k, window, sizes.terms, columns.clone(), Tiles::Loop);
             let (inverse, scale) = scales(k, absmax);
             let scale = k.broadcast_row(scale, WIDE_TILE_ROWS);
-            let scale = k.transpose(scale);
-            k.keep(kept.lhs_scale, scale, [from, 0]);
-            k.repeat(sizes.terms / LANES, Vec::new(), |k, counter, _| {
-                let row = k.row_of(counter, LANES, 0);
-                for at in (0..width).step_by(LANES) {
-                    let columns = from + at..from + at + LANES;
-                    let x = k.load_part(window, row, LANES, columns.clone());
-                    let x = k.convert(x, DType::F32);
-                    let inverse = k.slice(inverse, at, LANES);
-                    let inverse = k.broadcast_row(inverse, LANES);
-                    let noise = self.noise(window, row, [sizes.rows, from + at], None);
-                    let y = integers(k, x, inverse, noise);
-                    let y = k.transpose(y);
-                    k.keep_columns(kept.lhs, y, from + at, row);
+            match self.is_rows(window) {
+                true => {
+                    let scale = k.transpose(scale);
+                    k.keep(kept.scale, scale, [from, 0]);
                 }
-                Vec::new()
-            });
+                false => k.keep(kept.scale, scale, [0, from]),
+            }
+            let of = Rounded {
+                window,
+                columns,
+                inverse,
+                noise: (window == GRADIENT).then_some((sizes.outputs, None)),
+            };
+            self.round(k, &of, sizes.terms, Tiles::Loop, kept.integers, from);
         }
     }
 
-    /// Keeps what belongs to the result's columns; gives their scales, `f32[1, width]`.
-    fn round_rhs(
+    /// Keeps a part of a block; gives its scales, `f32[1, width]`.
+    fn round_part(&self, k: &mut Kernel, part: Part, sizes: Sizes, block: usize) -> KernelValue {
+        let [_, window] = sizes.windows();
+        let columns = part.first..part.first + part.width;
+        let tiles = match sizes.terms <= MOST_ROWS_IN_PARTS {
+            true => Tiles::Straight,
+            false => Tiles::Loop,
+        };
+        let absmax = Self::absmax(k, window, sizes.terms, columns.clone(), tiles);
+        let (inverse, scale) = scales(k, absmax);
+        let of = Rounded {
+            window,
+            columns,
+            inverse,
+            noise: (window == GRADIENT).then_some((sizes.outputs, Some((2, block)))),
+        };
+        self.round(k, &of, sizes.terms, tiles, part.integers, 0);
+        scale
+    }
+
+    /// Keeps columns of a window as integers, from the column `at` of the memory on; transposed, from that row, where they
+    /// are the result's rows.
+    fn round(
         &self,
         k: &mut Kernel,
-        kept: Kept,
-        window: usize,
+        of: &Rounded,
         terms: usize,
-        width: usize,
-    ) -> KernelValue {
-        let absmax = RoundedGradient::absmax(k, window, terms, [0, width]);
-        let (inverse, scale) = scales(k, absmax);
-        let inverse = k.broadcast_row(inverse, TILE_ROWS);
-        let columns = k.window_columns(window);
-        k.repeat(terms / LANES, Vec::new(), |k, counter, _| {
-            for start in (0..LANES).step_by(TILE_ROWS) {
-                let row = k.row_of(counter, LANES, start);
-                let x = k.load_part(window, row, TILE_ROWS, 0..width);
+        tiles: Tiles,
+        kept: Scratch,
+        at: usize,
+    ) {
+        let is_transposed = self.is_rows(of.window);
+        let rows = match is_transposed {
+            true => LANES,
+            false => tiles.rows(),
+        };
+        let width = match is_transposed {
+            true => LANES,
+            false => of.columns.len(),
+        };
+        let inverse = k.broadcast_row(of.inverse, rows);
+        tiles.each_of(k, terms, rows, Vec::new(), |k, row, _| {
+            for from in (0..of.columns.len()).step_by(width) {
+                let first = of.columns.start + from;
+                let x = k.load_part(of.window, row, rows, first..first + width);
                 let x = k.convert(x, DType::F32);
-                let noise = self.noise(window, row, [columns, 0], Some((2, width)));
+                let inverse = match width == of.columns.len() {
+                    true => inverse,
+                    false => k.slice(inverse, from, width),
+                };
+                let noise = of.noise.map(|(columns, block)| Noise {
+                    windows: [2, 3],
+                    columns,
+                    blocks: [None, block],
+                    row,
+                    column: first,
+                });
                 let y = integers(k, x, inverse, noise);
-                k.keep_at(kept.rhs, y, row, 0);
+                if is_transposed {
+                    let y = k.transpose(y);
+                    k.keep_columns(kept, y, at + from, row);
+                } else {
+                    k.keep_at(kept, y, row, at + from);
+                }
             }
             Vec::new()
         });
-        scale
     }
 
     fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
@@ -265,7 +467,6 @@ impl RoundedGradient {
             return None;
         };
         let inputs = *x.dims.get(2)?;
-        let [rows, columns] = self.ordered([outputs, inputs]);
         let fits = *gradient == Shape::new(DType::BF16, [parts, terms, outputs])
             && *x == Shape::new(DType::BF16, [parts, terms, inputs])
             && *key == Shape::new(DType::U32, [1, 1, 2])
@@ -273,22 +474,14 @@ impl RoundedGradient {
         fits.then_some(Sizes {
             parts,
             terms,
-            rows,
-            columns,
+            outputs,
+            inputs,
         })
     }
 
     fn of(&self, operands: &[&Shape]) -> Option<Kernel> {
         let sizes = self.sizes(operands)?;
         Some(self.kernel(sizes, self.block(sizes)?))
-    }
-}
-
-fn kept(k: &mut Kernel, sizes: Sizes, width: usize) -> Kept {
-    Kept {
-        lhs: k.scratch(DType::S8, [sizes.rows, sizes.terms]),
-        lhs_scale: k.scratch(DType::F32, [sizes.rows, WIDE_TILE_ROWS]),
-        rhs: k.scratch(DType::S8, [sizes.terms, width]),
     }
 }
 
@@ -324,10 +517,17 @@ impl CustomCall for RoundedGradient {
                 ),
             ));
         };
-        Ok(Shape::new(
-            DType::F32,
-            [sizes.parts, sizes.rows, sizes.columns],
-        ))
+        let Sizes {
+            parts,
+            outputs,
+            inputs,
+            ..
+        } = sizes;
+        let [rows, columns] = match self.inputs_first {
+            true => [inputs, outputs],
+            false => [outputs, inputs],
+        };
+        Ok(Shape::new(DType::F32, [parts, rows, columns]))
     }
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
