@@ -114,6 +114,8 @@ fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
     let cases = [
         ([1, 128, 128, 256], 1, &of_weight[..]),
         ([1, 384, 128, 128], 1, &[one_core, two_cores]),
+        // Too many rows for parts of a block.
+        ([1, 4224, 128, 128], 1, &[one_core]),
         ([1, 128, 128, 1408], 1, &[one_core]),
         ([2, 128, 256, 256], 2, &[one_core]),
         ([4, 64, 128, 256], 2, &[two_cores]),

@@ -21,8 +21,8 @@ const MOST_COLUMNS: usize = 640;
 /// Columns of a part of a block.
 const PART: usize = LANES;
 /// Rows up to which a part's are rounded without a loop, so that the matrix units multiply the part before meanwhile: a loop is
-/// a border that nothing is moved across. On a v5p 1,024 rows of 1,280 and 10,240 features take 82,287 cycles so, and 106,720
-/// rounded in loops before they are multiplied; 4,096 rows of 640 and 640 take 43,697 and 53,891.
+/// a border that nothing is moved across. On a v5p 1,024 rows of 1,280 and 10,240 features take 82,806 cycles so, and 106,720
+/// rounded in loops before they are multiplied; 4,096 rows of 640 and 640 take 44,212 and 54,050.
 const MOST_ROWS_IN_PARTS: usize = 4096;
 /// Columns that are rounded in one run of a loop, at most.
 const ROUNDED_COLUMNS: usize = 640;
