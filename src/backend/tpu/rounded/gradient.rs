@@ -102,6 +102,14 @@ enum Tiles {
 }
 
 impl Tiles {
+    /// Those of blocks with so many rows.
+    fn of_blocks(terms: usize) -> Tiles {
+        match terms <= MOST_ROWS_IN_PARTS {
+            true => Tiles::Straight,
+            false => Tiles::Loop,
+        }
+    }
+
     /// Rows of a tile. Few of them keep what is between in registers; without a loop the compiler orders operations itself, and larger
     /// tiles make a smaller program.
     fn rows(self) -> usize {
@@ -111,18 +119,8 @@ impl Tiles {
         }
     }
 
-    fn each(
-        self,
-        k: &mut Kernel,
-        terms: usize,
-        start: Vec<KernelValue>,
-        body: impl Fn(&mut Kernel, KernelValue, &[KernelValue]) -> Vec<KernelValue>,
-    ) -> Vec<KernelValue> {
-        self.each_of(k, terms, self.rows(), start, body)
-    }
-
     /// Runs `body` for each `rows` rows, with the first of them and the values carried.
-    fn each_of(
+    fn each(
         self,
         k: &mut Kernel,
         terms: usize,
@@ -269,9 +267,9 @@ impl RoundedGradient {
     }
 
     fn parts(&self, k: &mut Kernel, sizes: Sizes, width: usize) -> Vec<Part> {
-        let of_part = match sizes.terms <= MOST_ROWS_IN_PARTS {
-            true => PART,
-            false => width,
+        let of_part = match Tiles::of_blocks(sizes.terms) {
+            Tiles::Straight => PART,
+            Tiles::Loop => width,
         };
         let [_, window] = sizes.windows();
         let firsts = (0..width).step_by(of_part);
@@ -354,7 +352,7 @@ impl RoundedGradient {
         tiles: Tiles,
     ) -> KernelValue {
         let zero = k.splat(DType::F32, [tiles.rows(), columns.len()], 0.0);
-        let highest = tiles.each(k, terms, vec![zero], |k, row, highest| {
+        let highest = tiles.each(k, terms, tiles.rows(), vec![zero], |k, row, highest| {
             let x = k.load_part(window, row, tiles.rows(), columns.clone());
             let x = k.convert(x, DType::F32);
             let magnitudes = k.abs(x);
@@ -394,10 +392,7 @@ impl RoundedGradient {
     fn round_part(&self, k: &mut Kernel, part: Part, sizes: Sizes, block: usize) -> KernelValue {
         let [_, window] = sizes.windows();
         let columns = part.first..part.first + part.width;
-        let tiles = match sizes.terms <= MOST_ROWS_IN_PARTS {
-            true => Tiles::Straight,
-            false => Tiles::Loop,
-        };
+        let tiles = Tiles::of_blocks(sizes.terms);
         let absmax = Self::absmax(k, window, sizes.terms, columns.clone(), tiles);
         let (inverse, scale) = scales(k, absmax);
         let of = Rounded {
@@ -422,16 +417,12 @@ impl RoundedGradient {
         at: usize,
     ) {
         let is_transposed = self.is_rows(of.window);
-        let rows = match is_transposed {
-            true => LANES,
-            false => tiles.rows(),
-        };
-        let width = match is_transposed {
-            true => LANES,
-            false => of.columns.len(),
+        let [rows, width] = match is_transposed {
+            true => [LANES, LANES],
+            false => [tiles.rows(), of.columns.len()],
         };
         let inverse = k.broadcast_row(of.inverse, rows);
-        tiles.each_of(k, terms, rows, Vec::new(), |k, row, _| {
+        tiles.each(k, terms, rows, Vec::new(), |k, row, _| {
             for from in (0..of.columns.len()).step_by(width) {
                 let first = of.columns.start + from;
                 let x = k.load_part(of.window, row, rows, first..first + width);
