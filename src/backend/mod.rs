@@ -154,12 +154,21 @@ impl Backend {
         }
     }
 
-    /// Whether a composite of a training step's forward pass stays whole, for [`Backend::claim_training`]. Its derivative
-    /// then computes the body again.
-    pub fn claims_in_training(&self, kind: &Composite, body: &Graph) -> bool {
+    /// Whether a composite of a training step's forward pass stays whole, for [`Backend::claim_training`] with as many `parts`. Its
+    /// derivative then computes the body again. `rounds`: whether products of the step are of operands that it rounds.
+    pub fn claims_in_training(
+        &self,
+        kind: &Composite,
+        body: &Graph,
+        parts: usize,
+        rounds: bool,
+    ) -> bool {
         match self {
             Backend::Cpu { kernels: true } => cpu::claims_in_training(kind, body),
-            Backend::Tpu { kernels: true, .. } => tpu::claims_in_training(kind, body),
+            Backend::Tpu {
+                kernels: true,
+                features,
+            } => tpu::claims_in_training(kind, body, *features, parts, rounds),
             Backend::Cpu { kernels: false }
             | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => false,
@@ -220,7 +229,20 @@ impl Backend {
         }
     }
 
-    /// The same for a training step.
+    /// The graph, in whose loops kernels read and write entries of stacks where they lie.
+    ///
+    /// # Errors
+    /// None for a well-typed graph.
+    pub fn in_stacks(&self, graph: Graph) -> Result<Graph, GraphError> {
+        match self {
+            Backend::Tpu { kernels: true, .. } => tpu::in_stacks(&graph),
+            Backend::Cpu { .. } | Backend::Gpu { .. } | Backend::Tpu { kernels: false, .. } => {
+                Ok(graph)
+            }
+        }
+    }
+
+    /// [`Backend::rewrite`] for a training step.
     ///
     /// # Errors
     /// When the graph is ill-typed.

@@ -627,9 +627,13 @@ fn custom_call(
             "#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {i}, operand_tuple_indices = []>"
         )
     });
-    let aliases = match call.in_place() {
-        0 => String::new(),
-        _ => format!(", output_operand_aliases = {}", list(in_place)),
+    let replaced = call.replaces(shapes.len()).map(|i| {
+        format!("#stablehlo.output_operand_alias<output_tuple_indices = [], operand_index = {i}, operand_tuple_indices = []>")
+    });
+    let aliases: Vec<String> = in_place.chain(replaced).collect();
+    let aliases = match aliases.is_empty() {
+        true => String::new(),
+        false => format!(", output_operand_aliases = {}", list(aliases)),
     };
     format!(
         "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}{aliases}}} : {signature}",

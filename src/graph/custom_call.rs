@@ -4,6 +4,7 @@
 
 use std::any::Any;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use crate::shape::Shape;
 
@@ -44,6 +45,13 @@ impl Batch {
             result: 0,
         }
     }
+}
+
+/// Which operands of a call are entries of stacks, along a first dimension that they do not have themselves, and whether the result is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stacks {
+    pub operands: Vec<bool>,
+    pub result: bool,
 }
 
 /// A kernel with its attributes.
@@ -101,6 +109,19 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// names them, while the bytes lie in the result's own order. Memory that the code needs meanwhile comes as a second
     /// result, whose size the compiler finds. `None` where the result is returned as it is, alone.
     fn returned_order(&self) -> Option<&'static [usize]> {
+        None
+    }
+
+    /// The operand whose memory the one result takes, of so many; `None` where it has memory of its own.
+    fn replaces(&self, operands: usize) -> Option<usize> {
+        let _ = operands;
+        None
+    }
+
+    /// A call that does the same to one entry of `stacks`: before the operands it takes the number of the entry, `s32[1]`, and behind
+    /// them the stack that the result is put into, if any is. `None` where the kernel cannot.
+    fn in_stacks(self: Arc<Self>, stacks: &Stacks) -> Option<Arc<dyn CustomCall>> {
+        let _ = stacks;
         None
     }
 

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::graph::{
-    Builder, Composite, Graph, GraphError, Input, Op, Staged, flops, roll, stacked, stage,
+    Builder, Composite, Graph, GraphError, Input, Node, Op, Staged, flops, roll, stacked, stage,
 };
 use crate::quant::{self, Product, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
@@ -164,6 +164,7 @@ pub fn lower(
                 graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
+            let graph = kernels.in_stacks(graph)?;
             let mut staged = stage(&graph, &traced.request())?;
             if options.mesh.num_devices() == 1 {
                 staged.step = kernels.fuse(staged.step)?;
@@ -175,10 +176,11 @@ pub fn lower(
             let (graph, slower) = trained(traced, update, kernels, Some(&target), scan)?;
             let is_split = split_dims(&graph, options)?;
             let graph = kernels.claim_training(&graph, parts.unwrap_or(1), &is_split)?;
+            let step = scanned(backend.rewrite_training(inline(&graph))?, traced, backend)?;
             let staged = Staged {
                 load: Vec::new(),
                 request: None,
-                step: scanned(backend.rewrite_training(inline(&graph))?, traced, backend)?,
+                step: kernels.in_stacks(step)?,
             };
             (staged, slower)
         }
@@ -306,7 +308,14 @@ fn trained(
     scan: Option<usize>,
 ) -> Result<(Graph, Vec<Slower>), LowerError> {
     let stacks = scan.filter(|_| update.takes_stacks);
-    let differentiate = |graph: &Graph| differentiate(graph, update, backend, stacks);
+    let parts = target.map_or(1, |target| target.parts);
+    let differentiate = |graph: &Graph| {
+        let is_rounded = |node: &Node| matches!(&node.op, Op::DotGeneral { quant: Some(_), .. });
+        let rounds = graph.nodes.iter().any(is_rounded);
+        let is_claimed =
+            |kind: &Composite, body: &Graph| backend.claims_in_training(kind, body, parts, rounds);
+        differentiate(graph, update, &is_claimed, stacks)
+    };
     let is_stored = traced
         .policy
         .as_ref()
@@ -326,17 +335,17 @@ fn trained(
     })
 }
 
-/// The forward pass with the derivative and the update that `update` adds to it. Weights of `stacks` and more equal blocks that
-/// can be a loop are one input.
+/// The forward pass with the derivative and the update that `update` adds to it. Composites that are claimed stay whole. Weights of
+/// `stacks` and more equal blocks that can be a loop are one input.
 fn differentiate(
     graph: &Graph,
     update: &Update,
-    backend: Backend,
+    is_claimed: &dyn Fn(&Composite, &Graph) -> bool,
     stacks: Option<usize>,
 ) -> Result<Graph, GraphError> {
     let inlined = graph.inline_composites(&|kind, body| {
         // Rounding has a derivative of its own.
-        !matches!(kind, Composite::FakeQuantize { .. }) && !backend.claims_in_training(kind, body)
+        !matches!(kind, Composite::FakeQuantize { .. }) && !is_claimed(kind, body)
     });
     let forward = match stacks {
         Some(shortest) => stacked::stack_weights(inlined, shortest)?,

@@ -163,6 +163,8 @@ struct ScopedMemory {
 #[derive(Debug, Deserialize)]
 struct CostEstimate {
     flops: Int,
+    #[serde(default)]
+    bytes_accessed: Option<Int>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -217,6 +219,13 @@ impl BackendConfig {
         config.cost_estimate.as_ref()?.flops.value()
     }
 
+    /// The bytes that this program says its own TPU kernels read and write.
+    pub fn kernel_bytes(&self) -> Option<u64> {
+        let config = self.custom_call_config.as_ref()?;
+        let bytes = config.cost_estimate.as_ref()?.bytes_accessed.as_ref()?;
+        bytes.value()
+    }
+
     /// The Mosaic module of a TPU kernel, if it is text, as this program's are.
     pub fn kernel_text(&self) -> Option<String> {
         let body = self.custom_call_config.as_ref()?.body.as_ref()?;
@@ -246,6 +255,10 @@ mod tests {
         assert_eq!(tpu.estimated_cycles(), Some(2930));
         let kernel = r#"{"custom_call_config":{"body":"","cost_estimate":{"flops":"512"}}}"#;
         assert_eq!(parse(kernel).kernel_flops(), Some(512));
+        assert_eq!(parse(kernel).kernel_bytes(), None);
+        let cost = r#"{"flops":0,"bytes_accessed":96}"#;
+        let kernel = format!(r#"{{"custom_call_config":{{"body":"","cost_estimate":{cost}}}}}"#);
+        assert_eq!(parse(&kernel).kernel_bytes(), Some(96));
         let number = parse(r#"{"window_config":{"estimated_cycles":17}}"#);
         assert_eq!(number.estimated_cycles(), Some(17));
         let cpu = parse(r#"{"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}"#);

@@ -36,7 +36,7 @@ pub struct KernelCall {
     pub code: KernelCode,
     /// Operations of its products; a multiply and an add are two.
     pub flops: u64,
-    /// Bytes of operands and result.
+    /// Bytes of operands and result; of stacks those of the entry that is read or written, which the kernel's cost tells.
     pub bytes: u64,
 }
 
@@ -124,6 +124,7 @@ impl KernelCall {
         };
         let config = BackendConfig::parse(text.as_bytes());
         let bytes = read.iter().map(|i| operands[*i].bytes()).sum::<usize>() + result.bytes();
+        let bytes = bytes as u64;
         let element = |shape: &Shape| {
             let text = shape.stablehlo();
             text.trim_start_matches("tensor<")
@@ -139,7 +140,7 @@ impl KernelCall {
                 result: element(&result),
             },
             flops: config.kernel_flops().unwrap_or(0),
-            bytes: bytes as u64,
+            bytes: config.kernel_bytes().unwrap_or(bytes).min(bytes),
         })
     }
 
@@ -157,6 +158,7 @@ impl KernelCall {
         let distinct: BTreeSet<Site> = sites.iter().copied().collect();
         let read = distinct.iter().filter_map(shape);
         let result = instruction.shape.as_ref()?;
+        let bytes = read.chain([result]).map(bytes).sum();
         let path = op_name(instruction);
         Some(KernelCall {
             name: path.rsplit('/').next().unwrap_or(path).to_owned(),
@@ -170,7 +172,7 @@ impl KernelCall {
                 result: stablehlo_type(result)?,
             },
             flops: config.kernel_flops().unwrap_or(0),
-            bytes: read.chain([result]).map(bytes).sum(),
+            bytes: config.kernel_bytes().unwrap_or(bytes).min(bytes),
         })
     }
 }

@@ -4,14 +4,11 @@
 use std::f64::consts::LOG2_E;
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
-    evaluated,
-};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Queries and keys of a block, at most. By the compiler's simulation of 4,096 queries and keys on v5e, blocks of 256
 /// or 1024 take 1 to 14 % more cycles.
@@ -404,11 +401,7 @@ fn unflat(values: &[KernelValue], heads: usize) -> Vec<Softmax> {
     states.collect()
 }
 
-impl CustomCall for Attention {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Attention {
     fn name(&self) -> &'static str {
         "attention"
     }
@@ -417,18 +410,9 @@ impl CustomCall for Attention {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let Some([q, k]) = self.shapes(operands) else {
-            return Configuration::Text(String::new());
-        };
-        let flops = self.flops(operands, &q);
-        let cost = CostEstimate {
-            flops,
-            // A power for each score, of which a product of two has `size` terms.
-            transcendentals: flops / (4 * self.size as u64),
-            bytes_accessed: [&q, &k, &k, &q].iter().map(|s| s.bytes() as u64).sum(),
-        };
-        Configuration::Text(self.kernel(&q, &k).backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let [q, k] = self.shapes(operands)?;
+        Some(self.kernel(&q, &k))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -464,9 +448,8 @@ impl CustomCall for Attention {
         (4 * result.count() as u64).saturating_mul(keys)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self.shapes(&shapes).map(|[q, k]| self.kernel(&q, &k));
-        evaluated(kernel.as_ref(), operands, result)
+    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        // A power for each score, of which a product of two has `size` terms.
+        self.flops(operands, result) / (4 * self.size as u64)
     }
 }

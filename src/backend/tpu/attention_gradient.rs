@@ -9,14 +9,12 @@
 use std::fmt::Debug;
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::attention::{Attention, Blocks, TILE_ROWS};
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window, evaluated,
-};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Rows of a tile of `f32`: the statistics of a block of queries are as many rows.
 pub(super) const STATISTICS: usize = 8;
@@ -391,11 +389,7 @@ pub(super) fn gradient_of_scores(
     k.convert(found, DType::BF16)
 }
 
-impl CustomCall for AttentionGradient {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for AttentionGradient {
     fn name(&self) -> &'static str {
         match self.side {
             Side::Queries => "attention_gradient_of_queries",
@@ -407,21 +401,9 @@ impl CustomCall for AttentionGradient {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let Some(shapes) = self.shapes(operands) else {
-            return Configuration::Text(String::new());
-        };
-        let extents = self.extents(shapes);
-        let result = self.result(extents);
-        let flops = self.flops(operands, &result);
-        let all = operands.iter().copied().chain([&result]);
-        let cost = CostEstimate {
-            flops,
-            // A power for each score, and in the gradient of queries another, of which a product of two has `size` terms.
-            transcendentals: flops / (4 * self.of.size as u64),
-            bytes_accessed: all.map(|s| s.bytes() as u64).sum(),
-        };
-        Configuration::Text(self.kernel(extents).backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let shapes = self.shapes(operands)?;
+        Some(self.kernel(self.extents(shapes)))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -446,11 +428,8 @@ impl CustomCall for AttentionGradient {
         (8 * q.count() as u64).saturating_mul(k.dims[1] as u64)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self
-            .shapes(&shapes)
-            .map(|shapes| self.kernel(self.extents(shapes)));
-        evaluated(kernel.as_ref(), operands, result)
+    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        // A power for each score, and in the gradient of queries another, of which a product of two has `size` terms.
+        self.flops(operands, result) / (4 * self.of.size as u64)
     }
 }

@@ -6,15 +6,13 @@
 //! that of the queries' gradient, which takes the keys so: each slab of them is transposed once.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::attention::{Attention, Blocks};
 use super::attention_gradient::{gradient_of_scores, refused};
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, Scratch, Value as KernelValue, Window, evaluated,
-};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
 
 /// The dimension of the grid that counts blocks of queries.
 const BLOCKS: usize = 2;
@@ -324,11 +322,7 @@ fn blocks(shapes: [&Shape; 2]) -> [Blocks; 2] {
     Blocks::of_both(shapes.map(|of| of.dims[1]))
 }
 
-impl CustomCall for AttentionGradients {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for AttentionGradients {
     fn name(&self) -> &'static str {
         "attention_gradients"
     }
@@ -337,20 +331,8 @@ impl CustomCall for AttentionGradients {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let Some(shapes) = self.shapes(operands) else {
-            return Configuration::Text(String::new());
-        };
-        let result = Self::result(shapes);
-        let flops = self.flops(operands, &result);
-        let all = operands.iter().copied().chain([&result]);
-        let cost = CostEstimate {
-            flops,
-            // A power for each score, of which a product of five has `size` terms.
-            transcendentals: flops / (10 * self.of.size as u64),
-            bytes_accessed: all.map(|s| s.bytes() as u64).sum(),
-        };
-        Configuration::Text(self.kernel(shapes).backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        self.shapes(operands).map(|shapes| self.kernel(shapes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -370,9 +352,8 @@ impl CustomCall for AttentionGradients {
         (10 * q.count() as u64).saturating_mul(k.dims[1] as u64)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self.shapes(&shapes).map(|shapes| self.kernel(shapes));
-        evaluated(kernel.as_ref(), operands, result)
+    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        // A power for each score, of which a product of five has `size` terms.
+        self.flops(operands, result) / (10 * self.of.size as u64)
     }
 }

@@ -5,13 +5,11 @@
 use std::ops::Range;
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window, evaluated,
-};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Rows of a tile of bf16; of each value that is found of a channel there are as many, of every 16th pixel.
 pub const TILE: usize = 16;
@@ -291,20 +289,6 @@ fn silu(k: &mut Kernel, x: KernelValue) -> KernelValue {
     k.convert(y, DType::BF16)
 }
 
-pub(super) fn configuration(
-    kernel: Option<Kernel>,
-    transcendentals: u64,
-    bytes_accessed: u64,
-) -> Configuration {
-    let cost = CostEstimate {
-        flops: 0,
-        transcendentals,
-        bytes_accessed,
-    };
-    let text = kernel.map(|kernel| kernel.backend_config(cost));
-    Configuration::Text(text.unwrap_or_default())
-}
-
 fn refused(name: &'static str, operands: &[&Shape]) -> InferError {
     let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
     constraint(
@@ -316,11 +300,7 @@ fn refused(name: &'static str, operands: &[&Shape]) -> InferError {
     )
 }
 
-impl CustomCall for OfChannels {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for OfChannels {
     fn name(&self) -> &'static str {
         match self {
             OfChannels::AbsMax => "absmax",
@@ -332,10 +312,8 @@ impl CustomCall for OfChannels {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let kernel = OfChannels::sizes(operands).and_then(|sizes| self.kernel(sizes));
-        let read = operands.iter().map(|shape| shape.bytes() as u64).sum();
-        configuration(kernel, 0, read)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        OfChannels::sizes(operands).and_then(|sizes| self.kernel(sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -347,23 +325,9 @@ impl CustomCall for OfChannels {
             [batch, self.count() * TILE, channels],
         ))
     }
-
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = OfChannels::sizes(&shapes).and_then(|sizes| self.kernel(sizes));
-        evaluated(kernel.as_ref(), operands, result)
-    }
 }
 
-impl CustomCall for ScaleShift {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for ScaleShift {
     fn name(&self) -> &'static str {
         match self.silu {
             false => "scale_shift",
@@ -375,12 +339,8 @@ impl CustomCall for ScaleShift {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let sizes = ScaleShift::sizes(operands);
-        let elements = sizes.map_or(0, |sizes| sizes.iter().product::<usize>() as u64);
-        let transcendentals = if self.silu { 2 * elements } else { 0 };
-        let kernel = sizes.and_then(|sizes| self.kernel(sizes));
-        configuration(kernel, transcendentals, 4 * elements)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        ScaleShift::sizes(operands).and_then(|sizes| self.kernel(sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -392,22 +352,15 @@ impl CustomCall for ScaleShift {
         }
     }
 
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = ScaleShift::sizes(&shapes).and_then(|sizes| self.kernel(sizes));
-        evaluated(kernel.as_ref(), operands, result)
+    fn transcendentals(&self, _: &[&Shape], result: &Shape) -> u64 {
+        match self.silu {
+            true => 2 * result.count() as u64,
+            false => 0,
+        }
     }
 }
 
-impl CustomCall for SideBySide {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for SideBySide {
     fn name(&self) -> &'static str {
         "side_by_side"
     }
@@ -416,9 +369,8 @@ impl CustomCall for SideBySide {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let read: u64 = operands.iter().map(|shape| shape.bytes() as u64).sum();
-        configuration(SideBySide::of_shapes(operands), 0, 2 * read)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        SideBySide::of_shapes(operands)
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -428,14 +380,5 @@ impl CustomCall for SideBySide {
             }
             None => Err(refused(self.name(), operands)),
         }
-    }
-
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        evaluated(SideBySide::of_shapes(&shapes).as_ref(), operands, result)
     }
 }

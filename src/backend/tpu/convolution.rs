@@ -3,14 +3,13 @@
 //! chip.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
+use super::call::KernelCall;
 use super::mosaic::{
-    CostEstimate, Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue,
-    Window, evaluated,
+    Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
 };
 
 /// Rows of an int8 tile, and of an `f32` one.
@@ -646,11 +645,7 @@ impl Convolution {
     }
 }
 
-impl CustomCall for Convolution {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Convolution {
     fn name(&self) -> &'static str {
         match self.arithmetic {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => "int8_convolution",
@@ -666,29 +661,9 @@ impl CustomCall for Convolution {
         Some(batch)
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let kernel = self.sizes(operands).and_then(|sizes| {
-            let result = self.infer(operands).ok()?;
-            Some((self.kernel(self.block(sizes)?, sizes), result))
-        });
-        let Some((kernel, result)) = kernel else {
-            return Configuration::Text(String::new());
-        };
-        // The image and the kernel once each.
-        let behind_weights = self.side + self.windows_of_weights();
-        let of_weights = match self.weights {
-            Weights::Rows | Weights::Terms { .. } => &operands[self.side..behind_weights],
-            Weights::Places | Weights::Reversed => &operands[self.side..=self.side],
-        };
-        let all = operands[..1].iter().chain(of_weights);
-        let all = all.chain(&operands[behind_weights..]);
-        let operand_bytes: u64 = all.map(|s| s.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: self.flops(operands, &result),
-            transcendentals: 0,
-            bytes_accessed: operand_bytes + result.bytes() as u64,
-        };
-        Configuration::Text(kernel.backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let sizes = self.sizes(operands)?;
+        Some(self.kernel(self.block(sizes)?, sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -713,11 +688,15 @@ impl CustomCall for Convolution {
         (2 * result.count() as u64).saturating_mul(terms as u64)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self
-            .sizes(&shapes)
-            .and_then(|sizes| Some(self.kernel(self.block(sizes)?, sizes)));
-        evaluated(kernel.as_ref(), operands, result)
+    /// The image and the kernel are operands several times.
+    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
+        let behind_weights = self.side + self.windows_of_weights();
+        let of_weights = match self.weights {
+            Weights::Rows | Weights::Terms { .. } => &operands[self.side..behind_weights],
+            Weights::Places | Weights::Reversed => &operands[self.side..=self.side],
+        };
+        let all = operands[..1].iter().chain(of_weights);
+        let all = all.chain(&operands[behind_weights..]);
+        all.map(|s| s.bytes() as u64).sum()
     }
 }

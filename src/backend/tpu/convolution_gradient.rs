@@ -5,15 +5,12 @@
 //! either side on the chip, and places in other rows read it from there. Sums stay in the core's memory until the last block.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::arithmetic::block_of_columns;
-use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
-    evaluated,
-};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Rows and columns of the convolution's kernel.
 const SIDE: usize = 3;
@@ -340,11 +337,7 @@ impl ConvolutionGradient {
     }
 }
 
-impl CustomCall for ConvolutionGradient {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for ConvolutionGradient {
     fn name(&self) -> &'static str {
         "convolution_gradient_of_kernel"
     }
@@ -353,22 +346,9 @@ impl CustomCall for ConvolutionGradient {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let kernel = self.sizes(operands).and_then(|sizes| {
-            let result = self.infer(operands).ok()?;
-            let kernel = self.kernel(self.block(sizes)?, sizes);
-            Some((kernel, result))
-        });
-        let Some((kernel, result)) = kernel else {
-            return Configuration::Text(String::new());
-        };
-        let operand_bytes: u64 = operands[SIDE - 1..].iter().map(|s| s.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: self.flops(operands, &result),
-            transcendentals: 0,
-            bytes_accessed: operand_bytes + result.bytes() as u64,
-        };
-        Configuration::Text(kernel.backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let sizes = self.sizes(operands)?;
+        Some(self.kernel(self.block(sizes)?, sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -393,12 +373,9 @@ impl CustomCall for ConvolutionGradient {
         (2 * result.count() as u64).saturating_mul(pixels as u64)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self
-            .sizes(&shapes)
-            .and_then(|sizes| Some(self.kernel(self.block(sizes)?, sizes)));
-        evaluated(kernel.as_ref(), operands, result)
+    /// The image is an operand several times.
+    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
+        operands[SIDE - 1..].iter().map(|s| s.bytes() as u64).sum()
     }
 }
 

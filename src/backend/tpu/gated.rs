@@ -4,12 +4,12 @@
 //! 207,000 cycles on a v5p. Reading and writing takes 33,000.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::arithmetic::block_of_columns;
-use super::mosaic::{CostEstimate, Kernel, LANES, Place, Value as KernelValue, Window, evaluated};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
 
 /// `Phi(-a) exp(a^2 / 2)` in powers of `1 / (1 + TAIL_SLOPE a)`, the highest first.
 const TAIL: [f64; 5] = [-0.12696277, 0.35263383, 0.08005087, 0.19596667, -0.00168689];
@@ -126,18 +126,9 @@ impl GatedGelu {
             && gradient.is_none_or(|gradient| *gradient == result);
         fits.then_some([rows, both / 2])
     }
-
-    fn of(self, operands: &[&Shape]) -> Option<Kernel> {
-        let [rows, columns] = self.sizes(operands)?;
-        Some(self.kernel([rows, columns], self.block(rows, columns)?))
-    }
 }
 
-impl CustomCall for GatedGelu {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for GatedGelu {
     fn name(&self) -> &'static str {
         match self.derivative {
             true => "gated_gelu_gradient",
@@ -152,17 +143,9 @@ impl CustomCall for GatedGelu {
         })
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let (Ok(result), Some(kernel)) = (self.infer(operands), self.of(operands)) else {
-            return Configuration::Text(String::new());
-        };
-        let all = operands.iter().copied().chain([&result]);
-        let cost = CostEstimate {
-            flops: 0,
-            transcendentals: operands[0].count() as u64,
-            bytes_accessed: all.map(|shape| shape.bytes() as u64).sum(),
-        };
-        Configuration::Text(kernel.backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let sizes = self.sizes(operands)?;
+        Some(self.kernel(sizes, self.block(sizes[0], sizes[1])?))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -186,13 +169,8 @@ impl CustomCall for GatedGelu {
         Ok(Shape::new(DType::BF16, [1, rows, columns]))
     }
 
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        evaluated(self.of(&shapes).as_ref(), operands, result)
+    fn transcendentals(&self, operands: &[&Shape], _: &Shape) -> u64 {
+        operands[0].count() as u64
     }
 }
 

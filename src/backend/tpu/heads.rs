@@ -3,12 +3,12 @@
 //! reading and writing the heads once.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
-use super::channels::{TILE, block_rows, configuration, each_tile, image};
-use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window, evaluated};
+use super::call::KernelCall;
+use super::channels::{TILE, block_rows, each_tile, image};
+use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
 
 /// Windows as large as the heads: read, written, and as much again for tables.
 const WINDOWS: usize = 3;
@@ -127,11 +127,7 @@ fn rotated(k: &mut Kernel, x: KernelValue, row: KernelValue) -> KernelValue {
     k.add(sum, terms[2])
 }
 
-impl CustomCall for Heads {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Heads {
     fn name(&self) -> &'static str {
         match self {
             Heads::RmsNorm { .. } => "rms_norm",
@@ -146,11 +142,8 @@ impl CustomCall for Heads {
         Some(batch)
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let sizes = self.sizes(operands);
-        let elements = sizes.map_or(0, |sizes| sizes.iter().product::<usize>() as u64);
-        let kernel = sizes.and_then(|sizes| self.kernel(sizes));
-        configuration(kernel, 0, 4 * elements)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        self.sizes(operands).and_then(|sizes| self.kernel(sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -162,15 +155,5 @@ impl CustomCall for Heads {
                 Err(constraint(self.name(), detail))
             }
         }
-    }
-
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self.sizes(&shapes).and_then(|sizes| self.kernel(sizes));
-        evaluated(kernel.as_ref(), operands, result)
     }
 }

@@ -5,12 +5,12 @@
 mod step;
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, MOST_TERMS, block_of_columns};
-use super::mosaic::{CostEstimate, Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window, evaluated};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window};
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
@@ -297,11 +297,7 @@ impl Product {
     }
 }
 
-impl CustomCall for Product {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Product {
     fn name(&self) -> &'static str {
         match (self.arithmetic, self.norm.is_some(), self.gated) {
             (Arithmetic::Int8 | Arithmetic::RecordedInt8, true, true) => {
@@ -334,24 +330,10 @@ impl CustomCall for Product {
         })
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let Ok(result) = self.infer(operands) else {
-            return Configuration::Text(String::new());
-        };
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let result = self.infer(operands).ok()?;
         let [rows, terms, columns] = [result.dims[1], operands[0].dims[2], result.dims[2]];
-        let Some(blocks) = self.blocks(rows, terms, columns) else {
-            return Configuration::Text(String::new());
-        };
-        let operand_bytes: u64 = operands.iter().map(|s| s.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: self.flops(operands, &result),
-            transcendentals: match self.gated {
-                true => result.count() as u64,
-                false => 0,
-            },
-            bytes_accessed: operand_bytes + result.bytes() as u64,
-        };
-        Configuration::Text(self.kernel(blocks, terms).backend_config(cost))
+        Some(self.kernel(self.blocks(rows, terms, columns)?, terms))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -412,11 +394,11 @@ impl CustomCall for Product {
         (2 * self.parts() as u64 * result.count() as u64).saturating_mul(terms)
     }
 
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let terms = operands[0].shape.dims[2];
-        let blocks = self.blocks(result.dims[1], terms, result.dims[2]);
-        let kernel = blocks.map(|blocks| self.kernel(blocks, terms));
-        evaluated(kernel.as_ref(), operands, result)
+    fn transcendentals(&self, _: &[&Shape], result: &Shape) -> u64 {
+        match self.gated {
+            true => result.count() as u64,
+            false => 0,
+        }
     }
 }
 

@@ -3,12 +3,12 @@
 //! counted; reading and writing takes 97,000.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
+use super::call::KernelCall;
 use super::channels::TILE;
-use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Window, evaluated};
+use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Window};
 
 /// Nearest upsampling: each pixel of `bf16[batch, rows * width, channels]` becomes two in each of two rows, `bf16[batch,
 /// 4 * rows * width, channels]`.
@@ -60,11 +60,7 @@ impl Upsample {
     }
 }
 
-impl CustomCall for Upsample {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Upsample {
     fn name(&self) -> &'static str {
         "upsample_nearest_2x"
     }
@@ -73,17 +69,8 @@ impl CustomCall for Upsample {
         Some(Batch::first(operands.len()))
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let Some(sizes) = self.sizes(operands) else {
-            return Configuration::Text(String::new());
-        };
-        let read: u64 = operands.iter().map(|shape| shape.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: 0,
-            transcendentals: 0,
-            bytes_accessed: 5 * read,
-        };
-        Configuration::Text(self.kernel(sizes).backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        self.sizes(operands).map(|sizes| self.kernel(sizes))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -99,15 +86,5 @@ impl CustomCall for Upsample {
             ));
         };
         Ok(Shape::new(DType::BF16, [batch, 4 * pixels, channels]))
-    }
-
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let kernel = self.sizes(&shapes).map(|sizes| self.kernel(sizes));
-        evaluated(kernel.as_ref(), operands, result)
     }
 }

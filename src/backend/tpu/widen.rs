@@ -3,12 +3,12 @@
 //! that: for 3x3 kernels of 640 channels with scales of 64 of them 126,000 cycles on v5e, where reading and writing takes 18,000.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::graph::{InferError, constraint};
 use crate::shape::Shape;
 
 use super::arithmetic::block_of_columns;
-use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Window, evaluated};
+use super::call::KernelCall;
+use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Window};
 
 /// Terms that are widened at a time: what is between fits the registers.
 const MOST_TERMS: usize = 512;
@@ -111,28 +111,14 @@ impl Widen {
     }
 }
 
-impl CustomCall for Widen {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for Widen {
     fn name(&self) -> &'static str {
         "widen_stored"
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        let sizes = self.sizes(operands);
-        let block = sizes.and_then(|[rows, terms]| self.rows(rows, terms));
-        let (Some(sizes), Some(block)) = (sizes, block) else {
-            return Configuration::Text(String::new());
-        };
-        let read: u64 = operands.iter().map(|shape| shape.bytes() as u64).sum();
-        let cost = CostEstimate {
-            flops: 0,
-            transcendentals: 0,
-            bytes_accessed: read + 2 * (sizes[0] * sizes[1]) as u64,
-        };
-        Configuration::Text(self.kernel(block, sizes).backend_config(cost))
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let [rows, terms] = self.sizes(operands)?;
+        Some(self.kernel(self.rows(rows, terms)?, [rows, terms]))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -149,16 +135,5 @@ impl CustomCall for Widen {
             ));
         };
         Ok(Shape::new(DType::BF16, [1, rows, terms]))
-    }
-
-    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
-        0
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let [rows, terms] = [result.dims[1], result.dims[2]];
-        let block = self.rows(rows, terms);
-        let kernel = block.map(|block| self.kernel(block, [rows, terms]));
-        evaluated(kernel.as_ref(), operands, result)
     }
 }

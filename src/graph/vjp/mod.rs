@@ -186,11 +186,15 @@ impl<'a> Pass<'a> {
 
     /// The forward value of node `id` for use in the derivative: itself, or its recomputed copy where the node at work
     /// is of the same region. What leaves a region is kept, as its inputs are: else each region would be computed
-    /// again for the next one's inputs, before its own barrier, and the compiler would keep all of it.
+    /// again for the next one's inputs, before its own barrier, and the compiler would keep all of it. What a region reads from
+    /// outside is behind its barrier for all of its rules.
     fn value(&mut self, id: u32) -> Result<Tensor> {
         let site = self.site(id);
         let Some(region) = site.region.filter(|_| site.region == self.region) else {
-            return Ok(self.b.tensor(id));
+            let barred = self
+                .region
+                .and_then(|at| self.regions.get(&at)?.values.get(&id));
+            return Ok(barred.copied().unwrap_or(self.b.tensor(id)));
         };
         if self.kept[id as usize] {
             return self.kept_value(region, id, &site.path);

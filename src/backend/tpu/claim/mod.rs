@@ -5,6 +5,7 @@ mod contracted;
 mod convolution;
 mod gated;
 mod image;
+mod layer_norm;
 mod padded_heads;
 mod rounded;
 mod trained_convolution;

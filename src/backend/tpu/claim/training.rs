@@ -1,31 +1,41 @@
 //! What kernels take of training steps.
 
 use crate::backend::follow;
-use crate::graph::{Composite, Graph, Op};
+use crate::graph::{Binary, Composite, Graph, Op};
 
 use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
+use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{gradient_of_kernel, images};
 use super::{Result, is_split, rounded};
 
-/// Whether [`claim_training`] may take a composite, which then stays whole.
-pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
-    attention::is_claimed(kind, body) || gated::is_claimed(kind, body)
+/// Whether [`claim_training`] may take a composite of a step, which then stays whole. `rounds`: whether the step's products are of
+/// operands that it rounds, and so kernels too. The compiler's own products read norms, and write what these need.
+pub fn claims_in_training(
+    kind: &Composite,
+    body: &Graph,
+    features: Features,
+    parts: usize,
+    rounds: bool,
+) -> bool {
+    attention::is_claimed(kind, body)
+        || gated::is_claimed(kind, body)
+        || (rounds && features.int8 && layer_norm::is_claimed(kind, body, features, parts))
 }
 
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
-/// - the gated GELU and its derivative,
+/// - the gated GELU, layer norms that stayed whole, and their derivatives,
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
 ///   weights whose ranges are found in each of the `parts` parts of the batch. `is_split` says which dimensions of each input devices
 ///   share, and so how weights lie.
 ///
-/// Other products and norms are left to the compiler, which fuses them with what the derivative needs of them.
+/// Other products, and norms between them, are left to the compiler, which fuses them with what the derivative needs of them.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -52,6 +62,7 @@ fn claim(
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
     let mut gradients = Gradients::of(features);
+    let mut norms = LayerNorms::of(graph, &users, features, parts);
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -72,6 +83,7 @@ fn claim(
             Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
                 gated(b, node, kind, copies, parts, features)
             }
+            Op::Composite { .. } | Op::Binary(Binary::Add) => norms.claim(b, i, copies),
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
                 gradient_of_kernel(b, operands, dims, &node.shape, parts, narrowest)

@@ -46,7 +46,14 @@ impl Kernel {
         let Some(result) = self.windows.last() else {
             return Vec::new();
         };
-        let mut out = vec![0.0; result.array.iter().product()];
+        let (entry, operands) = match operands.split_first() {
+            Some((number, rest)) if !self.entries.is_empty() => (number[0] as usize, rest),
+            _ => (0, operands),
+        };
+        let (mut out, operands) = match operands.split_last() {
+            Some((stack, rest)) if self.result_entries.is_some() => (stack.clone(), rest),
+            _ => (vec![0.0; result.array.iter().product()], operands),
+        };
         let steps: usize = self.grid.iter().product();
         // What was never put there is not a number, so that a test finds its use.
         let mut scratch: Vec<Matrix> = self.scratch.iter().map(|of| unset(*of)).collect();
@@ -54,6 +61,7 @@ impl Kernel {
             let mut run = Run {
                 kernel: self,
                 operands,
+                entry,
                 place: place(&self.grid, step),
                 values: vec![Matrix::default(); self.types.len()],
                 scratch: &mut scratch,
@@ -79,6 +87,8 @@ fn place(grid: &[usize], mut step: usize) -> Vec<usize> {
 struct Run<'a> {
     kernel: &'a Kernel,
     operands: &'a [Vec<f32>],
+    /// The number of the entry of stacks.
+    entry: usize,
     place: Vec<usize>,
     values: Vec<Matrix>,
     scratch: &'a mut [Matrix],
@@ -323,8 +333,12 @@ impl Run<'_> {
         }
     }
 
-    /// Where a window's block begins in its array: batch entry, row, column.
+    /// Where a window's block begins in its array: batch entry, of those of a whole stack, row, column.
     fn origin(&self, window: usize) -> [usize; 3] {
+        let entry = match self.kernel.entries.contains(&window) {
+            true => self.entry,
+            false => 0,
+        };
         let window = &self.kernel.windows[window];
         let mut at = window.index.map(|dim| dim.map_or(0, |dim| self.block(dim)));
         let last = window.array[1] / window.block[0] - 1;
@@ -335,7 +349,8 @@ impl Run<'_> {
             Place::Behind(blocks) => ((at[1] + 1) * blocks).min(last),
         };
         at[2] += window.first_column;
-        [at[0], at[1] * window.block[0], at[2] * window.block[1]]
+        let batch = entry * window.array[0] + at[0];
+        [batch, at[1] * window.block[0], at[2] * window.block[1]]
     }
 
     /// A part of a window's block, `size` from the row and the column `first`.

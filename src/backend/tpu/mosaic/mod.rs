@@ -34,6 +34,10 @@ pub struct Kernel {
     shared: bool,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
+    /// The windows that are of one entry of a stack, whose number is then the first operand.
+    entries: BTreeSet<usize>,
+    /// The entries of the stack that the result's window is of; this stack is the last operand.
+    result_entries: Option<usize>,
     /// The types of scratch memories.
     scratch: Vec<Type>,
     /// The type of each value.
@@ -229,6 +233,8 @@ impl Kernel {
             joined: false,
             shared: false,
             windows,
+            entries: BTreeSet::new(),
+            result_entries: None,
             scratch: Vec::new(),
             types: Vec::new(),
             body: Vec::new(),
@@ -245,6 +251,21 @@ impl Kernel {
     /// first of them, and each takes the steps of the other in order.
     pub fn share_last_dims(&mut self) {
         self.shared = true;
+    }
+
+    /// Has windows of operands be of an entry of a stack each: of those that `are_stacks` says it of. The number of the entry, `s32[1]`,
+    /// comes before the operands.
+    pub fn read_entries(&mut self, are_stacks: &[bool]) {
+        let windows = are_stacks.iter().enumerate();
+        self.entries
+            .extend(windows.filter(|(_, is_stack)| **is_stack).map(|(i, _)| i));
+    }
+
+    /// Has the result be the entry of that number in a stack of `count`, which comes behind the operands and whose memory the result
+    /// takes.
+    pub fn write_entry(&mut self, count: usize) {
+        self.entries.insert(self.windows.len() - 1);
+        self.result_entries = Some(count);
     }
 
     /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed

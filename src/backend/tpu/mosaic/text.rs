@@ -45,6 +45,9 @@ pub fn backend_config(module: &str, memory: u64, cost: Option<CostEstimate>) -> 
     .to_string()
 }
 
+/// The argument that holds the number of the entry of stacks.
+const NUMBER: &str = "%number: memref<1xi32, #tpu.memory_space<smem>>";
+
 impl Kernel {
     /// The configuration of the kernel's call.
     pub fn backend_config(&self, cost: CostEstimate) -> String {
@@ -54,8 +57,8 @@ impl Kernel {
     /// The kernel as a Mosaic module.
     pub fn text(&self) -> String {
         let mut text = "module {\n".to_string();
-        let arguments = self.windows.iter().enumerate();
-        let arguments = arguments.map(|(i, window)| format!("%w{i}: {}", memref(window)));
+        let arguments = (0..self.windows.len()).map(|i| format!("%w{i}: {}", self.memref(i)));
+        let mut arguments: Vec<String> = arguments.collect();
         let Steps {
             arguments: grid,
             bounds: steps,
@@ -64,23 +67,36 @@ impl Kernel {
         } = self.steps();
         let scratch = self.scratch.iter().enumerate();
         let scratch = scratch.map(|(i, of)| format!("%s{i}: {}", memory(*of)));
-        let all: Vec<String> = grid
-            .iter()
-            .cloned()
-            .chain(arguments)
-            .chain(scratch)
-            .collect();
+        let number = (!self.entries.is_empty()).then(|| NUMBER.to_owned());
+        let steps_and_number: Vec<String> = grid.into_iter().chain(number).collect();
         let windows = self.windows.iter().enumerate().map(|(i, window)| {
             let [rows, columns] = window.block;
+            let entry = self.entry("1, ", i);
             format!(
-                "{{transform_indices = @at{i}, window_bounds = array<i64: 1, {rows}, {columns}>}}"
+                "{{transform_indices = @at{i}, window_bounds = array<i64: {entry}1, {rows}, {columns}>}}"
             )
         });
-        let windows: Vec<String> = windows.collect();
+        let mut windows: Vec<String> = windows.collect();
+        if let (Some(count), Some(result)) = (self.result_entries, self.windows.last()) {
+            let at = arguments.len() - 1;
+            let [batch, rows, columns] = result.array;
+            let element = element(result.dtype);
+            arguments.insert(
+                at,
+                format!("%stack: memref<{count}x{batch}x{rows}x{columns}x{element}, #tpu.memory_space<any>>"),
+            );
+            windows.insert(at, "{}".to_owned());
+        }
+        let all = steps_and_number.iter().cloned();
+        let all: Vec<String> = all.chain(arguments).chain(scratch).collect();
+        let prefetch = match self.entries.is_empty() {
+            true => "",
+            false => "scalar_prefetch = 1 : i64, ",
+        };
         let _ = writeln!(
             text,
             "func.func @main({}) attributes {{iteration_bounds = array<i64: {}>, dimension_semantics = [{}], \
-             scratch_operands = {} : i64, window_params = [{}]}} {{",
+             {prefetch}scratch_operands = {} : i64, window_params = [{}]}} {{",
             all.join(", "),
             steps.join(", "),
             order.join(", "),
@@ -129,15 +145,51 @@ impl Kernel {
                 );
                 at[2] = "%column".to_string();
             }
+            let load = match self.entries.contains(&i) {
+                true => {
+                    "%word = arith.constant 0 : index\n\
+                     %entry = memref.load %number[%word] : memref<1xi32, #tpu.memory_space<smem>>\n"
+                }
+                false => "",
+            };
+            let types = format!("{}i32, i32, i32", self.entry("i32, ", i));
             let _ = writeln!(
                 text,
-                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n{places}{neighbour}\
-                 return {} : i32, i32, i32\n}}",
-                grid.join(", "),
+                "func.func @at{i}({}) -> ({types}) {{\n%none = arith.constant 0 : i32\n{places}{neighbour}{load}\
+                 return {}{} : {types}\n}}",
+                steps_and_number.join(", "),
+                self.entry("%entry, ", i),
                 at.join(", ")
             );
         }
         text + "}\n"
+    }
+
+    /// What stands for the entry in lists of a window's dimensions: `one`, if it is of a stack.
+    fn entry<'t>(&self, one: &'t str, window: usize) -> &'t str {
+        match self.entries.contains(&window) {
+            true => one,
+            false => "",
+        }
+    }
+
+    fn memref(&self, window: usize) -> String {
+        let entry = self.entry("1x", window);
+        let Window {
+            dtype,
+            block: [rows, columns],
+            ..
+        } = self.windows[window];
+        let sizes = format!("{entry}1x{rows}x{columns}");
+        match dtype {
+            DType::U32 => format!("memref<{sizes}xi32, #tpu.memory_space<smem>>"),
+            dtype => format!("memref<{sizes}x{}>", element(dtype)),
+        }
+    }
+
+    /// The type of a part of a window's block that is this vector.
+    fn part_of(&self, window: usize, vector: &str) -> String {
+        vector.replace("vector<", &format!("vector<{}1x", self.entry("1x", window)))
     }
 
     /// The step's place along a dimension of the grid, which `%g` may be the number of a block instead of.
@@ -235,26 +287,28 @@ impl Kernel {
                 row,
                 column,
             } => {
-                let memory = memref(&self.windows[*window]);
-                let block = block_of(&of);
+                let memory = self.memref(*window);
+                let block = self.part_of(*window, &of);
+                let entry = self.entry("%zero, ", *window);
                 format!(
                     "{name}_c = arith.constant {column} : index\n\
-                     {name}_b = vector.load %w{window}[%zero, {}, {name}_c] : {memory}, {block}\n\
+                     {name}_b = vector.load %w{window}[{entry}%zero, {}, {name}_c] : {memory}, {block}\n\
                      {name} = vector.shape_cast {name}_b : {block} to {of}",
                     self::name(*row)
                 )
             }
             Op::Store(value, row, column) => {
                 let (window, x) = (self.windows.len() - 1, self::name(*value));
-                let memory = memref(&self.windows[window]);
+                let memory = self.memref(window);
                 let of = self.vector(*value);
-                let block = block_of(&of);
+                let block = self.part_of(window, &of);
+                let entry = self.entry("%zero, ", window);
                 // One value may go to several places.
                 let place = format!("{x}_r{}", row.0);
                 format!(
                     "{place}_b = vector.shape_cast {x} : {of} to {block}\n\
                      {place}_c = arith.constant {column} : index\n\
-                     vector.store {place}_b, %w{window}[%zero, {}, {place}_c] : {memory}, {block}",
+                     vector.store {place}_b, %w{window}[{entry}%zero, {}, {place}_c] : {memory}, {block}",
                     self::name(*row)
                 )
             }
@@ -503,7 +557,7 @@ impl Kernel {
         let number =
             |lines: &mut Lines, number: usize| lines.push(format!("arith.constant {number} : i32"));
         let word = |lines: &mut Lines, window: usize, at: usize| {
-            let memory = memref(&self.windows[window]);
+            let memory = self.memref(window);
             let at = lines.push(format!("arith.constant {at} : index"));
             lines.push(format!(
                 "memref.load %w{window}[%zero, %zero, {at}] : {memory}"
@@ -678,19 +732,6 @@ fn memory(of: Type) -> String {
 
 fn name(value: Value) -> String {
     format!("%v{}", value.0)
-}
-
-/// The type of a matrix as a block with a leading dimension of 1.
-fn block_of(vector: &str) -> String {
-    vector.replacen("vector<", "vector<1x", 1)
-}
-
-fn memref(window: &Window) -> String {
-    let [rows, columns] = window.block;
-    match window.dtype {
-        DType::U32 => format!("memref<1x{rows}x{columns}xi32, #tpu.memory_space<smem>>"),
-        dtype => format!("memref<1x{rows}x{columns}x{}>", element(dtype)),
-    }
 }
 
 fn element(dtype: DType) -> String {

@@ -3,15 +3,13 @@
 use std::ops::Range;
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
-use super::super::mosaic::{
-    Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
-};
-use super::{TILE_ROWS, configuration, integers, noise_windows};
+use super::super::call::KernelCall;
+use super::super::mosaic::{Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window};
+use super::{TILE_ROWS, integers, noise_windows};
 
 /// The windows of the gradient and of `x`.
 const GRADIENT: usize = 0;
@@ -469,18 +467,9 @@ impl RoundedGradient {
             inputs,
         })
     }
-
-    fn of(&self, operands: &[&Shape]) -> Option<Kernel> {
-        let sizes = self.sizes(operands)?;
-        Some(self.kernel(sizes, self.block(sizes)?))
-    }
 }
 
-impl CustomCall for RoundedGradient {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for RoundedGradient {
     fn name(&self) -> &'static str {
         "int8_gradient_of_weights"
     }
@@ -492,8 +481,9 @@ impl CustomCall for RoundedGradient {
         })
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        configuration(self, self.of(operands), operands)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let sizes = self.sizes(operands)?;
+        Some(self.kernel(sizes, self.block(sizes)?))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -523,10 +513,5 @@ impl CustomCall for RoundedGradient {
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         (2 * result.count() as u64).saturating_mul(operands[0].dims[1] as u64)
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        evaluated(self.of(&shapes).as_ref(), operands, result)
     }
 }

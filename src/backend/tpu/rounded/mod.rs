@@ -8,11 +8,9 @@ pub use gradient::RoundedGradient;
 pub use product::RoundedProduct;
 
 use crate::dtype::DType;
-use crate::graph::{Configuration, CustomCall};
-use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, rounded, rounded_to_integers};
-use super::mosaic::{CostEstimate, Kernel, Noise, Place, Value as KernelValue, Window};
+use super::mosaic::{Kernel, Noise, Place, Value as KernelValue, Window};
 
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
@@ -70,22 +68,4 @@ fn rounded_values(
             rounded_to_integers(k, noisy, one, Arithmetic::Int8)
         }
     }
-}
-
-/// The configuration of a call of one of these kernels; empty where its operands do not fit it.
-fn configuration(
-    call: &dyn CustomCall,
-    kernel: Option<Kernel>,
-    operands: &[&Shape],
-) -> Configuration {
-    let (Ok(result), Some(kernel)) = (call.infer(operands), kernel) else {
-        return Configuration::Text(String::new());
-    };
-    let all = operands.iter().copied().chain([&result]);
-    let cost = CostEstimate {
-        flops: call.flops(operands, &result),
-        transcendentals: 0,
-        bytes_accessed: all.map(|shape| shape.bytes() as u64).sum(),
-    };
-    Configuration::Text(kernel.backend_config(cost))
 }

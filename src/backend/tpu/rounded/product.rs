@@ -1,15 +1,13 @@
 //! Rows that are rounded, times weights that are.
 
 use crate::dtype::DType;
-use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
-use super::super::mosaic::{
-    Kernel, Noise, Place, Scratch, Value as KernelValue, Window, evaluated,
-};
-use super::{ROUNDED_COLUMNS, TILE_ROWS, configuration, integers, noise_windows};
+use super::super::call::KernelCall;
+use super::super::mosaic::{Kernel, Noise, Place, Scratch, Value as KernelValue, Window};
+use super::{ROUNDED_COLUMNS, TILE_ROWS, integers, noise_windows};
 
 /// Columns and rows of a block, at most.
 const MOST_COLUMNS: usize = 1280;
@@ -274,11 +272,6 @@ impl RoundedProduct {
             && expected.iter().eq(rest.iter().copied());
         fits.then_some([rows, terms, columns])
     }
-
-    fn of(&self, operands: &[&Shape]) -> Option<Kernel> {
-        let [rows, terms, columns] = self.sizes(operands)?;
-        Some(self.kernel(self.blocks(rows, terms, columns)?, terms))
-    }
 }
 
 /// The rows of a block in [`PARTS`] parts of whole tiles, or all of them.
@@ -298,11 +291,7 @@ fn parts(k: &mut Kernel, blocks: Blocks, terms: usize) -> Vec<Part> {
     (0..count).map(part).collect()
 }
 
-impl CustomCall for RoundedProduct {
-    fn target(&self) -> &'static str {
-        "tpu_custom_call"
-    }
-
+impl KernelCall for RoundedProduct {
     fn name(&self) -> &'static str {
         match self.noise {
             true => "stochastic_int8_product",
@@ -322,8 +311,9 @@ impl CustomCall for RoundedProduct {
         })
     }
 
-    fn configuration(&self, operands: &[&Shape]) -> Configuration {
-        configuration(self, self.of(operands), operands)
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let [rows, terms, columns] = self.sizes(operands)?;
+        Some(self.kernel(self.blocks(rows, terms, columns)?, terms))
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
@@ -345,10 +335,5 @@ impl CustomCall for RoundedProduct {
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         (2 * result.count() as u64).saturating_mul(operands[0].dims[2] as u64)
-    }
-
-    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        evaluated(self.of(&shapes).as_ref(), operands, result)
     }
 }

@@ -1,0 +1,287 @@
+//! What the calls of this backend's kernels have in common: their cost, their result on the host, and how they read entries of stacks.
+
+use std::any::Any;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::graph::eval::Value;
+use crate::graph::{Batch, Configuration, CustomCall, InferError, Stacks, constraint};
+use crate::shape::Shape;
+
+use super::mosaic::{CostEstimate, Kernel, evaluated};
+
+/// A call of a kernel. Its operands are the kernel's windows, in order, and behind them is the result.
+pub trait KernelCall: Any + Debug + Send + Sync {
+    /// As [`CustomCall::name`].
+    fn name(&self) -> &'static str;
+
+    /// As [`CustomCall::batch`].
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let _ = operands;
+        None
+    }
+
+    /// As [`CustomCall::infer`].
+    ///
+    /// # Errors
+    /// When the operands do not fit the kernel.
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError>;
+
+    /// The kernel of operands that fit it.
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel>;
+
+    /// Operations of products: multiply-adds times two.
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let _ = (operands, result);
+        0
+    }
+
+    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let _ = (operands, result);
+        0
+    }
+
+    /// Bytes of the operands, each array once.
+    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
+        operands.iter().map(|shape| shape.bytes() as u64).sum()
+    }
+}
+
+fn cost(call: &dyn KernelCall, operands: &[&Shape], result: &Shape) -> CostEstimate {
+    CostEstimate {
+        flops: call.flops(operands, result),
+        transcendentals: call.transcendentals(operands, result),
+        bytes_accessed: call.bytes_read(operands) + result.bytes() as u64,
+    }
+}
+
+impl<T: KernelCall> CustomCall for T {
+    fn target(&self) -> &'static str {
+        TARGET
+    }
+
+    fn name(&self) -> &'static str {
+        KernelCall::name(self)
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        KernelCall::batch(self, operands)
+    }
+
+    fn configuration(&self, operands: &[&Shape]) -> Configuration {
+        let text = KernelCall::infer(self, operands).ok().and_then(|result| {
+            let cost = cost(self, operands, &result);
+            Some(self.kernel_of(operands)?.backend_config(cost))
+        });
+        Configuration::Text(text.unwrap_or_default())
+    }
+
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        KernelCall::infer(self, operands)
+    }
+
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        KernelCall::flops(self, operands, result)
+    }
+
+    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
+        evaluated(self.kernel_of(&shapes(operands)).as_ref(), operands, result)
+    }
+
+    fn in_stacks(self: Arc<Self>, stacks: &Stacks) -> Option<Arc<dyn CustomCall>> {
+        Some(Arc::new(InStacks {
+            call: self,
+            stacks: stacks.clone(),
+        }))
+    }
+}
+
+/// The custom call that Mosaic's modules are compiled for.
+const TARGET: &str = "tpu_custom_call";
+
+fn shapes<'v>(operands: &[&'v Value]) -> Vec<&'v Shape> {
+    operands.iter().map(|operand| &operand.shape).collect()
+}
+
+/// A kernel some of whose operands are entries of stacks, or whose result is: it takes the number of the entry, and reads and writes
+/// it where it lies ([`CustomCall::in_stacks`]).
+#[derive(Debug)]
+struct InStacks {
+    call: Arc<dyn KernelCall>,
+    stacks: Stacks,
+}
+
+/// What one call reads and writes.
+struct Entries {
+    operands: Vec<Shape>,
+    result: Shape,
+    /// Entries of the stack that the result is put into.
+    count: Option<usize>,
+}
+
+impl InStacks {
+    /// Those of these operands; `None` where they do not fit.
+    fn entries(&self, operands: &[&Shape]) -> Option<Entries> {
+        let (number, rest) = operands.split_first()?;
+        let (own, stack) = rest.split_at_checked(self.stacks.operands.len())?;
+        let entry = |shape: &Shape| {
+            let dims = shape.dims.get(1..)?;
+            Some(Shape::new(shape.dtype, dims))
+        };
+        let of = own.iter().zip(&self.stacks.operands);
+        let operands: Option<Vec<Shape>> = of
+            .map(|(shape, is_stack)| match is_stack {
+                true => entry(shape),
+                false => Some((*shape).clone()),
+            })
+            .collect();
+        let operands = operands?;
+        let result = KernelCall::infer(&*self.call, &operands.iter().collect::<Vec<_>>()).ok()?;
+        let count = match (self.stacks.result, stack) {
+            (false, []) => None,
+            (true, [stack]) if entry(stack)? == result => Some(stack.dims[0]),
+            _ => return None,
+        };
+        (**number == Shape::new(DType::S32, [1])).then_some(Entries {
+            operands,
+            result,
+            count,
+        })
+    }
+
+    fn kernel(&self, entries: &Entries) -> Option<Kernel> {
+        let operands: Vec<&Shape> = entries.operands.iter().collect();
+        let mut kernel = self.call.kernel_of(&operands)?;
+        kernel.read_entries(&self.stacks.operands);
+        if let Some(count) = entries.count {
+            kernel.write_entry(count);
+        }
+        Some(kernel)
+    }
+}
+
+impl CustomCall for InStacks {
+    fn target(&self) -> &'static str {
+        TARGET
+    }
+
+    fn name(&self) -> &'static str {
+        self.call.name()
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let entries = self.entries(operands)?;
+        let of = self
+            .call
+            .batch(&entries.operands.iter().collect::<Vec<_>>())?;
+        let pairs = of.operands.iter().zip(&self.stacks.operands);
+        let own = pairs.map(|(dim, is_stack)| dim.map(|dim| dim + usize::from(*is_stack)));
+        let result = of.result + usize::from(self.stacks.result);
+        let stack = self.stacks.result.then_some(Some(result));
+        Some(Batch {
+            operands: [None].into_iter().chain(own).chain(stack).collect(),
+            result,
+        })
+    }
+
+    fn configuration(&self, operands: &[&Shape]) -> Configuration {
+        let text = self.entries(operands).and_then(|entries| {
+            let own: Vec<&Shape> = entries.operands.iter().collect();
+            let cost = cost(&*self.call, &own, &entries.result);
+            Some(self.kernel(&entries)?.backend_config(cost))
+        });
+        Configuration::Text(text.unwrap_or_default())
+    }
+
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        let entries = self.entries(operands).ok_or_else(|| {
+            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
+            constraint(
+                self.call.name(),
+                format!("{} are not the operands of {self:?}", found.join(", ")),
+            )
+        })?;
+        Ok(match operands.last().filter(|_| self.stacks.result) {
+            Some(stack) => (*stack).clone(),
+            None => entries.result,
+        })
+    }
+
+    fn flops(&self, operands: &[&Shape], _: &Shape) -> u64 {
+        self.entries(operands).map_or(0, |entries| {
+            let own: Vec<&Shape> = entries.operands.iter().collect();
+            self.call.flops(&own, &entries.result)
+        })
+    }
+
+    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
+        let entries = self.entries(&shapes(operands));
+        let kernel = entries.and_then(|entries| self.kernel(&entries));
+        evaluated(kernel.as_ref(), operands, result)
+    }
+
+    fn replaces(&self, operands: usize) -> Option<usize> {
+        self.stacks.result.then(|| operands - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::GatedGelu;
+    use super::super::mosaic::VMEM_BYTES;
+    use super::*;
+    use crate::graph::{Builder, Op, evaluate};
+    use crate::host_tensor::HostTensor;
+
+    const GATED: GatedGelu = GatedGelu {
+        derivative: false,
+        memory: VMEM_BYTES,
+    };
+
+    /// What a call gives for these operands.
+    fn run(call: Arc<dyn CustomCall>, operands: &[HostTensor]) -> Vec<f64> {
+        let b = Builder::new();
+        let inputs = operands.iter().enumerate().map(|(i, operand)| {
+            b.input(&format!("input{i}"), operand.shape.clone(), &[])
+                .unwrap()
+        });
+        let y = b.push(Op::CustomCall(call), &inputs.collect::<Vec<_>>());
+        b.output("y", y.unwrap(), None).unwrap();
+        let found = evaluate(&b.finish(), operands).unwrap();
+        found[0].to_f64_vec().unwrap()
+    }
+
+    fn values(shape: &Shape) -> HostTensor {
+        let values = (0..shape.count()).map(|i| ((i * 37 + i / 5) % 61) as f64 / 20.0 - 1.5);
+        HostTensor::from_f64(shape.clone(), &values.collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn entries_are_read_and_written_where_they_lie() {
+        let x = values(&Shape::new(DType::BF16, [3, 1, 32, 256]));
+        let stack = values(&Shape::new(DType::BF16, [3, 1, 32, 128]));
+        let [all, before] = [&x, &stack].map(|x| x.to_f64_vec().unwrap());
+        let in_stacks = |result: bool| {
+            let operands = vec![true];
+            Arc::new(GATED)
+                .in_stacks(&Stacks { operands, result })
+                .unwrap()
+        };
+        let mut results = Vec::new();
+        for at in 0..3 {
+            let own = &all[at * 32 * 256..][..32 * 256];
+            let own = HostTensor::from_f64(Shape::new(DType::BF16, [1, 32, 256]), own).unwrap();
+            let result = run(Arc::new(GATED), &[own]);
+            let number = HostTensor::from_f64(Shape::new(DType::S32, [1]), &[at as f64]).unwrap();
+            let read = run(in_stacks(false), &[number.clone(), x.clone()]);
+            assert_eq!(read, result);
+            let written = run(in_stacks(true), &[number, x.clone(), stack.clone()]);
+            let mut expected = before.clone();
+            expected[at * 32 * 128..][..32 * 128].copy_from_slice(&result);
+            assert_eq!(written, expected);
+            results.push(result);
+        }
+        assert_ne!(results[0], results[1]);
+    }
+}
