@@ -138,6 +138,9 @@ enum Given {
     Last,
     /// Those of all.
     All,
+    /// Those of all, and what the first block takes where the others take them, by its number in what is taken: together they are what
+    /// the blocks take, of which a stack is kept.
+    Before(usize),
 }
 
 /// Equal blocks that can be a loop.
@@ -270,7 +273,15 @@ impl<'g> Blocks<'g> {
             .iter()
             .any(|(_, how)| matches!(how, Taken::Carried(_)));
         is_chain.then_some(())?;
-        let given = self.given(&blocks, &step, &after)?;
+        let mut given = self.given(&blocks, &step, &after)?;
+        for (slot, (values, how)) in taken.iter().enumerate() {
+            if let Taken::Carried(place) = how
+                && let Some(of_place @ Given::All) = given.get_mut(place)
+                && self.is_used_behind(values[0], &blocks, &after)
+            {
+                *of_place = Given::Before(slot);
+            }
+        }
         Some(Run {
             list: self.list,
             range: [first, last],
@@ -296,6 +307,17 @@ impl<'g> Blocks<'g> {
             after[id] |= node.operands.iter().any(|operand| after[*operand as usize]);
         }
         after
+    }
+
+    /// Whether something that depends on the blocks, and is not in them, uses a value that is computed before them.
+    fn is_used_behind(&self, id: u32, blocks: &[&Vec<u32>], after: &[bool]) -> bool {
+        let is_input = matches!(self.graph.nodes[id as usize].op, Op::Parameter(_));
+        let mut nodes = self.graph.nodes.iter().enumerate();
+        !is_input
+            && nodes.any(|(at, node)| {
+                let is_behind = after[at] && self.live[at] && node.operands.contains(&id);
+                is_behind && !blocks.iter().any(|block| block.contains(&(at as u32)))
+            })
     }
 
     /// Whether a node stands for several values, which a carry cannot hold as one.
@@ -443,7 +465,7 @@ impl Run<'_> {
         }
         for (place, how) in self.kept() {
             let mut shape = graph.nodes[self.blocks[0][place] as usize].shape.clone();
-            if how == Given::All {
+            if how != Given::Last {
                 shape.dims.insert(0, self.count());
             }
             carry.push(b.uninitialized(shape));
@@ -461,12 +483,21 @@ impl Run<'_> {
                 outside.push((last_block[*place], *result));
             }
         }
+        let entry = |stack: Tensor, at: usize| entry_of(b, stack, self.number(at));
         for ((place, how), result) in self.kept().zip(&results[1 + self.taken.len()..]) {
             match how {
                 Given::Last => outside.push((last_block[place], *result)),
                 Given::All => {
                     for (at, block) in self.blocks.iter().enumerate() {
-                        outside.push((block[place], entry_of(b, *result, self.number(at))?));
+                        outside.push((block[place], entry(*result, at)?));
+                    }
+                }
+                // The last block's is carried.
+                Given::Before(slot) => {
+                    outside.push((self.taken[slot].0[0], entry(*result, 0)?));
+                    let blocks = self.blocks[..self.count() - 1].iter();
+                    for (at, block) in blocks.enumerate() {
+                        outside.push((block[place], entry(*result, at + 1)?));
                     }
                 }
             }
@@ -481,7 +512,7 @@ impl Run<'_> {
             taken.any(|(_, how)| *how == Taken::Carried(place))
         };
         let given = self.given.iter().map(|(place, how)| (*place, *how));
-        given.filter(move |(place, how)| *how == Given::All || !carried(*place))
+        given.filter(move |(place, how)| *how != Given::Last || !carried(*place))
     }
 
     /// The place in stacks of the block that the loop comes to at `at`.
@@ -559,6 +590,7 @@ impl Run<'_> {
             next.push(match how {
                 Given::Last => copies[place],
                 Given::All => with_entry(r, *before, copies[place], number)?,
+                Given::Before(slot) => with_entry(r, *before, carry[1 + slot], number)?,
             });
         }
         Ok(next)
