@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::scopes::BACKWARD;
-use super::stack::{entry_of, merged, stack};
+use super::stack::{entry_of, merged, place_in, run_of, stack};
 use super::stage::Known;
 use super::{Builder, Comparison, Graph, GraphError, Node, Op, Output, Tensor};
 use crate::dtype::DType;
@@ -138,9 +138,18 @@ enum Given {
     Last,
     /// Those of all.
     All,
-    /// Those of all, and what the first block takes where the others take them, by its number in what is taken: together they are what
-    /// the blocks take, of which a stack is kept.
-    Before(usize),
+    /// Those of all, and what the first block takes where the others take them, by the number of its slot. In one stack they are what
+    /// the blocks take, which their derivative wants.
+    WithFirst(usize),
+}
+
+/// Values that blocks take from outside.
+struct Slot {
+    /// Their nodes, in the loop's order.
+    values: Vec<u32>,
+    how: Taken,
+    /// What blocks take as another shape of the values.
+    dims: Option<Vec<usize>>,
 }
 
 /// Equal blocks that can be a loop.
@@ -154,10 +163,12 @@ struct Run<'g> {
     blocks: Vec<Vec<u32>>,
     /// For each operand from outside, by its block's node and the operand's number, its number in `taken`.
     slots: HashMap<(usize, usize), usize>,
-    /// What comes from outside: the nodes, in the loop's order, and how.
-    taken: Vec<(Vec<u32>, Taken)>,
+    /// What comes from outside.
+    taken: Vec<Slot>,
     /// What is used outside, by place.
     given: BTreeMap<usize, Given>,
+    /// The places of other shapes of what is used outside, which are used there too, with the places of that.
+    shapes: BTreeMap<usize, usize>,
     /// By scope, what follows the block's number.
     rests: Vec<Option<(usize, &'g str)>>,
     /// Nodes that depend on the run, or are in it.
@@ -246,7 +257,7 @@ impl<'g> Blocks<'g> {
         };
         let after = self.after(&blocks);
         let mut slots = HashMap::new();
-        let mut taken: Vec<(Vec<u32>, Taken)> = Vec::new();
+        let mut taken: Vec<Slot> = Vec::new();
         let mut known: HashMap<Vec<u32>, usize> = HashMap::new();
         for (place, id) in blocks[0].iter().enumerate() {
             let operands = &self.graph.nodes[*id as usize].operands;
@@ -262,7 +273,7 @@ impl<'g> Blocks<'g> {
                     None => {
                         let how = self.taken(&values, &step, &after)?;
                         known.insert(values.clone(), taken.len());
-                        taken.push((values, how));
+                        taken.push(self.slot(values, how));
                         taken.len() - 1
                     }
                 };
@@ -271,15 +282,15 @@ impl<'g> Blocks<'g> {
         }
         let is_chain = taken
             .iter()
-            .any(|(_, how)| matches!(how, Taken::Carried(_)));
+            .any(|slot| matches!(slot.how, Taken::Carried(_)));
         is_chain.then_some(())?;
-        let mut given = self.given(&blocks, &step, &after)?;
-        for (slot, (values, how)) in taken.iter().enumerate() {
-            if let Taken::Carried(place) = how
-                && let Some(of_place @ Given::All) = given.get_mut(place)
-                && self.is_used_behind(values[0], &blocks, &after)
+        let (mut given, shapes) = self.given(&blocks, &step, &after)?;
+        for (number, slot) in taken.iter().enumerate() {
+            if let Taken::Carried(place) = slot.how
+                && let Some(of_place @ Given::All) = given.get_mut(&place)
+                && self.is_used_behind(slot.values[0], &blocks, &after)
             {
-                *of_place = Given::Before(slot);
+                *of_place = Given::WithFirst(number);
             }
         }
         Some(Run {
@@ -290,6 +301,7 @@ impl<'g> Blocks<'g> {
             slots,
             taken,
             given,
+            shapes,
             rests: self.rests.clone(),
             after,
             live: self.live,
@@ -351,23 +363,60 @@ impl<'g> Blocks<'g> {
         }
     }
 
-    /// The places whose values are used outside the run. `None` if one of them has several results.
+    /// Values from outside as blocks take them: stacks are of what they are other shapes of, as kernels gave it.
+    fn slot(&self, mut values: Vec<u32>, how: Taken) -> Slot {
+        let node = |id: &u32| &self.graph.nodes[*id as usize];
+        let shape = |id: &u32| &node(id).shape;
+        let dims = shape(&values[0]).dims.clone();
+        let is_other_shape = |id: &u32| {
+            matches!(node(id).op, Op::Reshape(_)) && place_in(self.graph, *id as usize).is_none()
+        };
+        while how == Taken::Stacked && values.iter().all(is_other_shape) {
+            let of: Vec<u32> = values.iter().map(|id| node(id).operands[0]).collect();
+            if of.iter().any(|id| shape(id) != shape(&of[0])) {
+                break;
+            }
+            values = of;
+        }
+        let is_same = shape(&values[0]).dims == dims;
+        Slot {
+            values,
+            how,
+            dims: (!is_same).then_some(dims),
+        }
+    }
+
+    /// The places whose values are used outside the run; those that are other shapes of what the block computes, with the places of that,
+    /// which are used in their stead. `None` if one of them has several results.
     fn given(
         &self,
         blocks: &[&Vec<u32>],
         step: &dyn Fn(u32) -> Option<(usize, usize)>,
         after: &[bool],
-    ) -> Option<BTreeMap<usize, Given>> {
+    ) -> Option<(BTreeMap<usize, Given>, BTreeMap<usize, usize>)> {
         let mut given: BTreeMap<usize, Given> = BTreeMap::new();
+        let mut shapes = BTreeMap::new();
         let nodes = self.graph.nodes.iter().enumerate();
         let is_outside = |id: usize| step(id as u32).is_none() || !after[id];
         let users = nodes.filter(|(id, _)| self.live[*id] && is_outside(*id));
         let used = users.flat_map(|(_, node)| node.operands.iter().copied());
         let results = self.graph.outputs.iter().map(|output| output.node);
         for id in used.chain(results) {
-            let Some((at, place)) = step(id).filter(|_| after[id as usize]) else {
+            let Some((at, used)) = step(id).filter(|_| after[id as usize]) else {
                 continue;
             };
+            let mut root = (id, used);
+            while let Op::Reshape(_) = self.graph.nodes[root.0 as usize].op {
+                let of = self.graph.nodes[root.0 as usize].operands[0];
+                match step(of) {
+                    Some((own, place)) if own == at && after[of as usize] => root = (of, place),
+                    _ => break,
+                }
+            }
+            let (id, place) = root;
+            if place != used {
+                shapes.insert(used, place);
+            }
             if self.has_several_results(id) {
                 return None;
             }
@@ -380,7 +429,7 @@ impl<'g> Blocks<'g> {
                 *known = how;
             }
         }
-        Some(given)
+        Some((given, shapes))
     }
 }
 
@@ -427,12 +476,14 @@ impl Run<'_> {
         for id in self.blocks.iter().flatten() {
             in_run[*id as usize] = true;
         }
-        copy(&mut copies, &|id| self.live[id] && !self.after[id])?;
+        // The rest stays where it is: other blocks, whose order counts, have values too that do not depend on this run.
+        let before = self.before(graph);
+        copy(&mut copies, &|id| before[id])?;
         for (id, tensor) in self.call(&b, graph, &copies)? {
             copies[id as usize] = tensor;
         }
         copy(&mut copies, &|id| {
-            self.live[id] && self.after[id] && !in_run[id]
+            self.live[id] && !before[id] && !(in_run[id] && self.after[id])
         })?;
         for output in &graph.outputs {
             b.push_output(Output {
@@ -443,6 +494,22 @@ impl Run<'_> {
         Ok(b.finish())
     }
 
+    /// Which nodes the loop's inputs depend on, or are.
+    fn before(&self, graph: &Graph) -> Vec<bool> {
+        let mut before = vec![false; graph.nodes.len()];
+        for id in self.taken.iter().flat_map(|slot| &slot.values) {
+            before[*id as usize] = !self.after[*id as usize];
+        }
+        for (id, node) in graph.nodes.iter().enumerate().rev() {
+            if before[id] {
+                for operand in &node.operands {
+                    before[*operand as usize] = true;
+                }
+            }
+        }
+        before
+    }
+
     /// The loop, and what stands for the values that are used outside.
     fn call(&self, b: &Builder, graph: &Graph, copies: &[Tensor]) -> Result<Vec<(u32, Tensor)>> {
         let [first, last] = self.range;
@@ -451,54 +518,83 @@ impl Run<'_> {
         let copy = |id: u32| copies[id as usize];
         // The carry: the counter, what blocks take, what they give.
         let mut carry = vec![b.scalar(DType::S32, 0.0)?];
-        for (values, how) in &self.taken {
-            carry.push(match how {
-                Taken::Invariant | Taken::Carried(_) => copy(values[0]),
+        // In stacks that are carried, the places of the entries of the first block.
+        let mut firsts = Vec::with_capacity(self.taken.len());
+        for slot in &self.taken {
+            let (value, first) = match slot.how {
+                Taken::Invariant | Taken::Carried(_) => (copy(slot.values[0]), 0),
                 Taken::Stacked => {
-                    let mut values: Vec<Tensor> = values.iter().map(|id| copy(*id)).collect();
+                    let mut values: Vec<Tensor> = slot.values.iter().map(|id| copy(*id)).collect();
                     if self.descends {
                         values.reverse();
                     }
-                    stack(b, &values)?
+                    match run_of(b, &values) {
+                        Some(found) => found,
+                        None => (stack(b, &values)?, 0),
+                    }
                 }
-            });
+            };
+            carry.push(value);
+            firsts.push(first);
         }
         for (place, how) in self.kept() {
             let mut shape = graph.nodes[self.blocks[0][place] as usize].shape.clone();
-            if how != Given::Last {
-                shape.dims.insert(0, self.count());
+            match how {
+                Given::Last => {}
+                Given::All => shape.dims.insert(0, self.count()),
+                Given::WithFirst(_) => shape.dims.insert(0, self.count() + 1),
             }
-            carry.push(b.uninitialized(shape));
+            let stack = b.uninitialized(shape);
+            carry.push(match how {
+                Given::Last | Given::All => stack,
+                Given::WithFirst(slot) => {
+                    let number = if self.descends { self.count() } else { 0 };
+                    let number = b.scalar(DType::S32, number as f64)?;
+                    with_entry(b, stack, copy(self.taken[slot].values[0]), number)?
+                }
+            });
         }
         let holds = |r: &Builder, carry: &[Tensor]| {
             let end = r.scalar(DType::S32, self.count() as f64)?;
             r.compare(Comparison::Lt, carry[0], end)
         };
-        let body = |r: &Builder, carry: &[Tensor]| self.body(r, graph, &path, carry);
+        let body = |r: &Builder, carry: &[Tensor]| self.body(r, graph, &path, &firsts, carry);
         let results = b.while_loop(&carry, holds, body)?;
         let mut outside = Vec::new();
         let last_block = &self.blocks[self.count() - 1];
-        for ((_, how), result) in self.taken.iter().zip(&results[1..]) {
-            if let Taken::Carried(place) = how {
-                outside.push((last_block[*place], *result));
+        for (slot, result) in self.taken.iter().zip(&results[1..]) {
+            if let Taken::Carried(place) = slot.how {
+                outside.push((last_block[place], *result));
             }
         }
-        let entry = |stack: Tensor, at: usize| entry_of(b, stack, self.number(at));
         for ((place, how), result) in self.kept().zip(&results[1 + self.taken.len()..]) {
             match how {
                 Given::Last => outside.push((last_block[place], *result)),
                 Given::All => {
                     for (at, block) in self.blocks.iter().enumerate() {
-                        outside.push((block[place], entry(*result, at)?));
+                        outside.push((block[place], entry_of(b, *result, self.number(at))?));
                     }
                 }
                 // The last block's is carried.
-                Given::Before(slot) => {
-                    outside.push((self.taken[slot].0[0], entry(*result, 0)?));
+                Given::WithFirst(slot) => {
+                    let first = if self.descends { self.count() } else { 0 };
+                    let value = entry_of(b, *result, first)?;
+                    outside.push((self.taken[slot].values[0], value));
+                    let behind = usize::from(!self.descends);
                     let blocks = self.blocks[..self.count() - 1].iter();
                     for (at, block) in blocks.enumerate() {
-                        outside.push((block[place], entry(*result, at + 1)?));
+                        let value = entry_of(b, *result, self.number(at) + behind)?;
+                        outside.push((block[place], value));
                     }
+                }
+            }
+        }
+        let roots: HashMap<u32, Tensor> = outside.iter().copied().collect();
+        for (place, root) in &self.shapes {
+            for block in &self.blocks {
+                if let Some(value) = roots.get(&block[*root]) {
+                    let dims = &graph.nodes[block[*place] as usize].shape.dims;
+                    outside.push((block[*place], b.reshape(*value, dims)?));
                 }
             }
         }
@@ -509,7 +605,7 @@ impl Run<'_> {
     fn kept(&self) -> impl Iterator<Item = (usize, Given)> {
         let carried = |place: usize| {
             let mut taken = self.taken.iter();
-            taken.any(|(_, how)| *how == Taken::Carried(place))
+            taken.any(|slot| slot.how == Taken::Carried(place))
         };
         let given = self.given.iter().map(|(place, how)| (*place, *how));
         given.filter(move |(place, how)| *how != Given::Last || !carried(*place))
@@ -523,12 +619,38 @@ impl Run<'_> {
         }
     }
 
+    /// What a block takes of a slot, whose entries of stacks begin with the place `first`.
+    fn value(
+        &self,
+        r: &Builder,
+        slot: usize,
+        carry: &[Tensor],
+        number: Tensor,
+        first: usize,
+    ) -> Result<Tensor> {
+        let value = match self.taken[slot].how {
+            Taken::Invariant | Taken::Carried(_) => carry[1 + slot],
+            Taken::Stacked => {
+                let number = match first {
+                    0 => number,
+                    _ => r.add(number, r.scalar(DType::S32, first as f64)?)?,
+                };
+                dynamic_entry(r, carry[1 + slot], number)?
+            }
+        };
+        match &self.taken[slot].dims {
+            Some(dims) => r.reshape(value, dims),
+            None => Ok(value),
+        }
+    }
+
     /// One block: the next carry.
     fn body(
         &self,
         r: &Builder,
         graph: &Graph,
         path: &str,
+        firsts: &[usize],
         carry: &[Tensor],
     ) -> Result<Vec<Tensor>> {
         let counter = carry[0];
@@ -556,10 +678,7 @@ impl Run<'_> {
                     Some(&slot) => match values[slot] {
                         Some(value) => value,
                         None => {
-                            let value = match self.taken[slot].1 {
-                                Taken::Stacked => dynamic_entry(r, carry[1 + slot], number)?,
-                                Taken::Invariant | Taken::Carried(_) => carry[1 + slot],
-                            };
+                            let value = self.value(r, slot, carry, number, firsts[slot])?;
                             *values[slot].insert(value)
                         }
                     },
@@ -579,9 +698,9 @@ impl Run<'_> {
         }
         let one = r.scalar(DType::S32, 1.0)?;
         let mut next = vec![r.add(counter, one)?];
-        for (slot, (_, how)) in self.taken.iter().enumerate() {
-            next.push(match how {
-                Taken::Carried(place) => copies[*place],
+        for (slot, of) in self.taken.iter().enumerate() {
+            next.push(match of.how {
+                Taken::Carried(place) => copies[place],
                 Taken::Invariant | Taken::Stacked => carry[1 + slot],
             });
         }
@@ -590,7 +709,13 @@ impl Run<'_> {
             next.push(match how {
                 Given::Last => copies[place],
                 Given::All => with_entry(r, *before, copies[place], number)?,
-                Given::Before(slot) => with_entry(r, *before, carry[1 + slot], number)?,
+                Given::WithFirst(_) => {
+                    let behind = match self.descends {
+                        true => number,
+                        false => r.add(number, one)?,
+                    };
+                    with_entry(r, *before, copies[place], behind)?
+                }
             });
         }
         Ok(next)

@@ -24,6 +24,14 @@ pub fn stack(b: &Builder, values: &[Tensor]) -> Result<Tensor> {
     b.concatenate(&pieces, 0)
 }
 
+/// The stack of which these values are entries that follow each other, and the place of the first.
+pub(super) fn run_of(b: &Builder, values: &[Tensor]) -> Option<(Tensor, usize)> {
+    let (stack, first) = place(b, *values.first()?)?;
+    let mut entries = values.iter().enumerate();
+    let follow = entries.all(|(at, value)| place(b, *value) == Some((stack, first + at)));
+    follow.then_some((stack, first))
+}
+
 /// The pieces of a stack of these values, along its first dimension.
 fn pieces(b: &Builder, values: &[Tensor]) -> Result<Vec<Tensor>> {
     let mut pieces = Vec::new();
