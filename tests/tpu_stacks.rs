@@ -97,7 +97,7 @@ fn stacks(graph: &Graph) -> BTreeMap<&'static str, usize> {
 #[test]
 fn kernels_of_blocks_read_and_write_stacks() {
     let rolled = blocks(32, Some(Chip::V5e));
-    let found = in_stacks(&rolled).unwrap();
+    let found = in_stacks(&rolled, 1).unwrap();
     let expected = BTreeMap::from([
         ("gated_gelu", 1),
         ("gated_gelu_gradient", 1),
@@ -124,7 +124,8 @@ fn kernels_of_blocks_read_and_write_stacks() {
 
 #[test]
 fn every_chip_takes_kernels_of_stacks() {
-    for (chip, count) in every_chip_compiles(|chip| in_stacks(&blocks(128, Some(chip))).unwrap()) {
+    for (chip, count) in every_chip_compiles(|chip| in_stacks(&blocks(128, Some(chip)), 1).unwrap())
+    {
         assert!(count > 0, "{chip:?}");
     }
 }

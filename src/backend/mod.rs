@@ -229,13 +229,13 @@ impl Backend {
         }
     }
 
-    /// The graph, in whose loops kernels read and write entries of stacks where they lie.
+    /// The graph of a program for so many devices, in whose loops kernels read and write entries of stacks where they lie.
     ///
     /// # Errors
     /// None for a well-typed graph.
-    pub fn in_stacks(&self, graph: Graph) -> Result<Graph, GraphError> {
+    pub fn in_stacks(&self, graph: Graph, devices: usize) -> Result<Graph, GraphError> {
         match self {
-            Backend::Tpu { kernels: true, .. } => tpu::in_stacks(&graph),
+            Backend::Tpu { kernels: true, .. } => tpu::in_stacks(&graph, devices),
             Backend::Cpu { .. } | Backend::Gpu { .. } | Backend::Tpu { kernels: false, .. } => {
                 Ok(graph)
             }

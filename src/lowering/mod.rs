@@ -164,7 +164,7 @@ pub fn lower(
                 graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
-            let graph = kernels.in_stacks(graph)?;
+            let graph = kernels.in_stacks(graph, options.mesh.num_devices())?;
             let mut staged = stage(&graph, &traced.request())?;
             if options.mesh.num_devices() == 1 {
                 staged.step = kernels.fuse(staged.step)?;
@@ -180,7 +180,7 @@ pub fn lower(
             let staged = Staged {
                 load: Vec::new(),
                 request: None,
-                step: kernels.in_stacks(step)?,
+                step: kernels.in_stacks(step, options.mesh.num_devices())?,
             };
             (staged, slower)
         }

@@ -8,14 +8,16 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::{Builder, CustomCall, Graph, GraphError, Node, Op, Stacks, Tensor};
+use crate::shape::Shape;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
-/// The graph, in whose loops kernels take entries of stacks by their number.
+/// The graph, in whose loops kernels take entries of stacks by their number. Where several `devices` share a batch, each may have only
+/// its part of other stacks, such as weights: they would have to be gathered whole, so their entries stay sliced.
 ///
 /// # Errors
 /// None for a well-typed graph.
-pub fn in_stacks(graph: &Graph) -> Result<Graph> {
+pub fn in_stacks(graph: &Graph, devices: usize) -> Result<Graph> {
     graph.substitute(&mut |b, i, copies| {
         let node = &graph.nodes[i];
         let Op::While { cond, body } = &node.op else {
@@ -23,7 +25,7 @@ pub fn in_stacks(graph: &Graph) -> Result<Graph> {
         };
         let op = Op::While {
             cond: cond.clone(),
-            body: Box::new(Body::of(body).rewritten()?),
+            body: Box::new(Body::of(body, devices).rewritten()?),
         };
         let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
         b.push(op, &operands).map(Some)
@@ -41,6 +43,7 @@ struct Entry {
 /// The body of a loop.
 struct Body<'g> {
     graph: &'g Graph,
+    devices: usize,
     /// The stacks that results of kernels are put into, by the kernel's node.
     written: HashMap<usize, Entry>,
     /// The kernel whose result alone is put into a stack, by the node that puts it there.
@@ -48,9 +51,10 @@ struct Body<'g> {
 }
 
 impl<'g> Body<'g> {
-    fn of(graph: &'g Graph) -> Body<'g> {
+    fn of(graph: &'g Graph, devices: usize) -> Body<'g> {
         let mut body = Body {
             graph,
+            devices,
             written: HashMap::new(),
             writes: HashMap::new(),
         };
@@ -110,9 +114,10 @@ impl<'g> Body<'g> {
         })
     }
 
-    /// What a node is without reshapes, and without shardings: those of a kernel's operands and result are told with its call.
+    /// What a node is without reshapes and marks, and without shardings: those of a kernel's operands and result are told with its
+    /// call.
     fn origin(&self, mut id: u32) -> u32 {
-        while let Op::Reshape(_) | Op::ShardingConstraint(_) = self.node(id).op {
+        while let Op::Reshape(_) | Op::Stored | Op::ShardingConstraint(_) = self.node(id).op {
             id = self.node(id).operands[0];
         }
         id
@@ -180,6 +185,18 @@ impl<'g> Body<'g> {
             .iter()
             .map(|operand| self.read(*operand, stacks))
             .collect();
+        let shapes: Vec<&Shape> = node
+            .operands
+            .iter()
+            .map(|id| &self.node(*id).shape)
+            .collect();
+        let batch = call.batch(&shapes);
+        for (at, entry) in entries.iter_mut().enumerate() {
+            let is_of_batch = batch
+                .as_ref()
+                .is_some_and(|batch| batch.operands[at].is_some());
+            *entry = entry.filter(|_| is_of_batch || self.devices == 1);
+        }
         let Some(of) = entries.iter().copied().chain([written]).flatten().next() else {
             return Ok(None);
         };
@@ -234,7 +251,6 @@ mod tests {
     use super::*;
     use crate::graph::{Comparison, evaluate};
     use crate::host_tensor::HostTensor;
-    use crate::shape::Shape;
 
     const BLOCKS: usize = 3;
 
@@ -315,7 +331,7 @@ mod tests {
         let cases = [(32, 32, [1, 1, 0]), (16, 32, [1, 1, 0]), (8, 32, [0, 1, 1])];
         for (tokens, rows, expected) in cases {
             let graph = looped(tokens, rows);
-            let found = in_stacks(&graph).unwrap();
+            let found = in_stacks(&graph, 1).unwrap();
             assert_eq!(counts(&found), expected, "{tokens} of {rows}");
             let shape = &graph.inputs[0].shape;
             let values = (0..shape.count()).map(|i| ((i * 37 + i / 7) % 61) as f64 / 20.0 - 1.5);
