@@ -1,7 +1,7 @@
 //! The most memory that intermediate values take at once.
 
 use super::split::Parts;
-use crate::graph::{Graph, Op};
+use crate::graph::{Graph, Node, Op};
 
 /// Where most is in use, and how much.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -15,7 +15,8 @@ pub(super) struct Peak {
 /// dimensions of values are split.
 ///
 /// Views and values that compilers compute where they are used take no memory, but what they are made of stays for
-/// them. Noise takes none either, as it is made of a key alone. Results that take over an input's memory take none. A loop
+/// them. Noise takes none either, as it is made of a key alone. Results that take over an input's memory take none, nor do entries that are
+/// put into stacks. A loop
 /// has the values of its carry that it changes, and while it runs those of its body.
 pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
     let live = graph.live_nodes();
@@ -29,11 +30,16 @@ pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
         last[node] = graph.nodes.len();
     }
     for (i, node) in graph.nodes.iter().enumerate().rev() {
-        let until = match is_kept[i] || in_place[i] {
+        let all = match is_kept[i] || in_place[i] {
             true => i,
             false => last[i],
         };
-        for operand in node.operands.iter().filter(|_| live[i]) {
+        let replaced = replaced(node);
+        for (at, operand) in node.operands.iter().enumerate().filter(|_| live[i]) {
+            let until = match replaced {
+                Some(replaced) if replaced != at => i,
+                _ => all,
+            };
             let last = &mut last[*operand as usize];
             *last = (*last).max(until);
         }
@@ -89,6 +95,15 @@ fn changed(body: &Graph) -> impl Iterator<Item = usize> {
     results.enumerate().filter(is_kept).map(|(at, _)| at)
 }
 
+/// The operand whose memory a node's result takes, with what it has written there.
+fn replaced(node: &Node) -> Option<usize> {
+    match &node.op {
+        Op::DynamicUpdateSlice => Some(0),
+        Op::CustomCall(call) => call.replaces(node.operands.len()),
+        _ => None,
+    }
+}
+
 /// Which values take memory.
 fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
     let is_made = made_of_scalars(graph);
@@ -126,7 +141,6 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         Op::Transpose(_)
         | Op::Slice { .. }
         | Op::DynamicSlice(_)
-        | Op::DynamicUpdateSlice
         | Op::Pad(_)
         | Op::Concatenate(_)
         | Op::Reverse(_)
@@ -136,8 +150,8 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         | Op::DotGeneral { .. }
         | Op::Convolution { .. }
         | Op::Composite { .. }
-        | Op::While { .. }
-        | Op::CustomCall(_) => true,
+        | Op::While { .. } => true,
+        Op::DynamicUpdateSlice | Op::CustomCall(_) => replaced(&graph.nodes[i]).is_none(),
     };
     (0..graph.nodes.len())
         .map(|i| live[i] && is_kept(i))

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::graph::{Graph, Node, Op};
+use crate::graph::{Batch, Graph, Node, Op};
+use crate::shape::Shape;
 use crate::shard::{LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 
 /// The number of parts of each dimension of each value of a graph, as far as inputs and constraints decide it. Where
@@ -93,6 +94,12 @@ fn of_operands(graph: &Graph, node: &Node, parts: &[Vec<usize>]) -> Vec<usize> {
     };
     let dims = &node.shape.dims;
     let mut result = vec![1; dims.len()];
+    if let Some(batch) = batch(graph, node) {
+        let pairs = batch.operands.iter().enumerate();
+        let of_batch = pairs.filter_map(|(at, dim)| operand(at).get((*dim)?).copied());
+        result[batch.result] = of_batch.max().unwrap_or(1);
+        return result;
+    }
     match &node.op {
         Op::Transpose(perm) => return perm.iter().map(|d| operand(0)[*d]).collect(),
         Op::BroadcastInDim { dims: places, .. } => {
@@ -145,6 +152,18 @@ fn of_operands(graph: &Graph, node: &Node, parts: &[Vec<usize>]) -> Vec<usize> {
         }
     }
     result
+}
+
+/// Where a kernel's call has parts of the batch.
+fn batch(graph: &Graph, node: &Node) -> Option<Batch> {
+    let Op::CustomCall(call) = &node.op else {
+        return None;
+    };
+    let operands = node.operands.iter();
+    let shapes: Vec<&Shape> = operands
+        .map(|id| &graph.nodes[*id as usize].shape)
+        .collect();
+    call.batch(&shapes)
 }
 
 /// The parts after a reshape, in row-major order: those of a dimension that is split again are those of its first dimensions, and
