@@ -6,31 +6,33 @@ use crate::shape::{Shape, row_major_strides};
 use super::value::{Value, for_each_index, position};
 
 pub(super) fn broadcast_in_dim(x: &Value, dims: &[usize], shape: Shape) -> Value {
-    let from = x.shape.dims.clone();
-    x.pick(shape, |index| {
-        let source: Vec<usize> = dims
-            .iter()
-            .zip(&from)
-            .map(|(d, size)| if *size == 1 { 0 } else { index[*d] })
-            .collect();
-        position(&from, &source)
-    })
+    let own = row_major_strides(&x.shape.dims);
+    let mut strides = vec![0; shape.rank()];
+    for (at, place) in dims
+        .iter()
+        .enumerate()
+        .filter(|(at, _)| x.shape.dims[*at] != 1)
+    {
+        strides[*place] = own[at];
+    }
+    x.strided(shape, 0, &strides)
 }
 
 pub(super) fn transpose(x: &Value, perm: &[usize], shape: Shape) -> Value {
-    let strides = row_major_strides(&x.shape.dims);
-    x.pick(shape, |index| {
-        perm.iter().zip(index).map(|(p, i)| strides[*p] * i).sum()
-    })
+    let own = row_major_strides(&x.shape.dims);
+    let strides: Vec<usize> = perm.iter().map(|d| own[*d]).collect();
+    x.strided(shape, 0, &strides)
 }
 
 pub(super) fn slice(x: &Value, start: &[usize], stride: &[usize], shape: Shape) -> Value {
-    let strides = row_major_strides(&x.shape.dims);
-    x.pick(shape, |index| {
-        (0..index.len())
-            .map(|d| strides[d] * (start[d] + stride[d] * index[d]))
-            .sum()
-    })
+    let own = row_major_strides(&x.shape.dims);
+    let first = own.iter().zip(start).map(|(own, start)| own * start).sum();
+    let strides: Vec<usize> = own
+        .iter()
+        .zip(stride)
+        .map(|(own, stride)| own * stride)
+        .collect();
+    x.strided(shape, first, &strides)
 }
 
 pub(super) fn dynamic_slice(operands: &[&Value], shape: Shape) -> Value {

@@ -89,9 +89,32 @@ impl Value {
     pub(super) fn pick(&self, shape: Shape, source: impl Fn(&[usize]) -> usize) -> Value {
         let mut sources = Vec::with_capacity(shape.count());
         for_each_index(&shape.dims, |index| sources.push(source(index)));
+        self.picked(shape, &sources)
+    }
+
+    /// A value of `shape` whose elements are those from `first` on, so many apart along each dimension.
+    pub(super) fn strided(&self, shape: Shape, first: usize, strides: &[usize]) -> Value {
+        let mut sources = Vec::with_capacity(shape.count());
+        let (outer, [count, step]) = match (shape.dims.split_last(), strides.last()) {
+            (Some((count, outer)), Some(step)) => (outer, [*count, *step]),
+            _ => (&[][..], [1, 0]),
+        };
+        for_each_index(outer, |index| {
+            let own = index.iter().zip(strides).map(|(i, stride)| i * stride);
+            let mut at = first + own.sum::<usize>();
+            let end = sources.len() + count;
+            while sources.len() < end {
+                sources.push(at);
+                at += step;
+            }
+        });
+        self.picked(shape, &sources)
+    }
+
+    fn picked(&self, shape: Shape, sources: &[usize]) -> Value {
         let data = match &self.data {
-            Data::F(v) => Data::F(sources.iter().map(|s| v[*s]).collect()),
-            Data::I(v) => Data::I(sources.iter().map(|s| v[*s]).collect()),
+            Data::F(v) => Data::F(picked(v, sources)),
+            Data::I(v) => Data::I(picked(v, sources)),
         };
         Value { shape, data }
     }
@@ -112,6 +135,15 @@ impl Value {
         }
         self
     }
+}
+
+/// Tests run this without optimizations: a loop by index takes a fraction of what iterators take.
+fn picked<T: Copy>(values: &[T], sources: &[usize]) -> Vec<T> {
+    let mut picked = Vec::with_capacity(sources.len());
+    while picked.len() < sources.len() {
+        picked.push(values[sources[picked.len()]]);
+    }
+    picked
 }
 
 /// The nearest number that the float type holds.
