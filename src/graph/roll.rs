@@ -888,6 +888,9 @@ mod tests {
             Op::While { body, .. } => Some(barriers(body)),
             _ => None,
         });
+        // What blocks take is one stack, not the first's beside a part of the results.
+        let is_part = |node: &&Node| matches!(node.op, Op::Slice { .. }) && node.shape.dims[0] > 1;
+        assert_eq!(rolled.nodes.iter().filter(is_part).count(), 0);
         assert!(barriers(&graph) >= BLOCKS);
         assert_eq!(bodies.sum::<usize>(), 0);
         // What the forward pass keeps for the derivative goes as a stack from loop to loop.
@@ -908,6 +911,37 @@ mod tests {
     /// One slice for each gradient, and one for the result between the blocks.
     fn gradients_and_results() -> usize {
         2 * BLOCKS + 1
+    }
+
+    #[test]
+    fn stacks_are_of_what_other_shapes_are_made_of() {
+        let b = Builder::new();
+        let model = b.root("m");
+        let mut x = b.input("x", f32(&[2, WIDTH]), &[]).unwrap();
+        let mut lines = Vec::new();
+        for k in 0..BLOCKS {
+            let at = model.scope("blocks").scope(k);
+            let y = at.tanh(x).unwrap();
+            lines.push(at.reshape(y, &[2 * WIDTH]).unwrap());
+            x = at.add(x, y).unwrap();
+        }
+        let mut z = x;
+        for (k, line) in lines.into_iter().enumerate() {
+            let own = b.reshape(line, &[2, WIDTH]).unwrap();
+            let at = model.scope("later").scope(k);
+            z = at.mul(at.add(z, own).unwrap(), own).unwrap();
+        }
+        b.output("z", z, None).unwrap();
+        let graph = b.finish();
+        let rolled = roll(graph.clone(), None, 2).unwrap();
+        assert_eq!(loops(&rolled), 2);
+        same_results(&graph, &rolled);
+        let carried = rolled.nodes.iter().filter_map(|node| match &node.op {
+            Op::While { body, .. } => Some(&body.inputs),
+            _ => None,
+        });
+        let is_line = |dims: &[usize]| dims.last() == Some(&(2 * WIDTH));
+        assert!(!carried.flatten().any(|input| is_line(&input.shape.dims)));
     }
 
     #[test]
