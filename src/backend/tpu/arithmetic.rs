@@ -181,6 +181,12 @@ pub(super) fn rounded(k: &mut Kernel, x: KernelValue) -> KernelValue {
     k.convert(x, DType::F32)
 }
 
+/// Whole tiles of `tile` rows that divide all rows, up to `most`, the largest first.
+pub(super) fn blocks_of_rows(rows: usize, tile: usize, most: usize) -> impl Iterator<Item = usize> {
+    let blocks = (1..=most / tile).rev().map(move |tiles| tiles * tile);
+    blocks.filter(move |block| rows.is_multiple_of(*block))
+}
+
 /// The largest multiple of [`LANES`] up to `most` that divides `columns`, or all of them.
 pub(super) fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
     if columns > 0 && columns <= most {

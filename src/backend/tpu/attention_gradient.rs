@@ -6,14 +6,12 @@
 //! the gradients of keys and values, block by block of those. It has the scores transposed, so that no operand of a
 //! product has to be.
 
-use std::fmt::Debug;
-
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::attention::{Attention, Blocks, TILE_ROWS};
-use super::call::KernelCall;
+use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Rows of a tile of `f32`: the statistics of a block of queries are as many rows.
@@ -353,16 +351,6 @@ impl AttentionGradient {
             _ => found[0],
         }
     }
-}
-
-/// Why a derivative's kernel has no result for these operands.
-pub(super) fn refused(what: &'static str, kernel: &impl Debug, operands: &[&Shape]) -> InferError {
-    let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-    let found = found.join(", ");
-    constraint(
-        what,
-        format!("{found} are not operands as {kernel:?} takes them"),
-    )
 }
 
 /// The weights of scores in powers of two.

@@ -10,8 +10,8 @@ use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::attention::{Attention, Blocks};
-use super::attention_gradient::{gradient_of_scores, refused};
-use super::call::KernelCall;
+use super::attention_gradient::gradient_of_scores;
+use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
 
 /// The dimension of the grid that counts blocks of queries.

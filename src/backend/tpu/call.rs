@@ -48,6 +48,18 @@ pub trait KernelCall: Any + Debug + Send + Sync {
     }
 }
 
+/// Why a kernel has no result for these operands.
+pub(super) fn refused(what: &'static str, call: &dyn Debug, operands: &[&Shape]) -> InferError {
+    let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
+    constraint(
+        what,
+        format!(
+            "{} are not the operands of {call:?}, or no block fits the core's memory",
+            found.join(", ")
+        ),
+    )
+}
+
 fn cost(call: &dyn KernelCall, operands: &[&Shape], result: &Shape) -> CostEstimate {
     CostEstimate {
         flops: call.flops(operands, result),
@@ -120,6 +132,12 @@ struct Entries {
     count: Option<usize>,
 }
 
+impl Entries {
+    fn shapes(&self) -> Vec<&Shape> {
+        self.operands.iter().collect()
+    }
+}
+
 impl InStacks {
     /// Those of these operands; `None` where they do not fit.
     fn entries(&self, operands: &[&Shape]) -> Option<Entries> {
@@ -151,8 +169,7 @@ impl InStacks {
     }
 
     fn kernel(&self, entries: &Entries) -> Option<Kernel> {
-        let operands: Vec<&Shape> = entries.operands.iter().collect();
-        let mut kernel = self.call.kernel_of(&operands)?;
+        let mut kernel = self.call.kernel_of(&entries.shapes())?;
         kernel.read_entries(&self.stacks.operands);
         if let Some(count) = entries.count {
             kernel.write_entry(count);
@@ -172,9 +189,7 @@ impl CustomCall for InStacks {
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
         let entries = self.entries(operands)?;
-        let of = self
-            .call
-            .batch(&entries.operands.iter().collect::<Vec<_>>())?;
+        let of = self.call.batch(&entries.shapes())?;
         let pairs = of.operands.iter().zip(&self.stacks.operands);
         let own = pairs.map(|(dim, is_stack)| dim.map(|dim| dim + usize::from(*is_stack)));
         let result = of.result + usize::from(self.stacks.result);
@@ -187,21 +202,16 @@ impl CustomCall for InStacks {
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let text = self.entries(operands).and_then(|entries| {
-            let own: Vec<&Shape> = entries.operands.iter().collect();
-            let cost = cost(&*self.call, &own, &entries.result);
+            let cost = cost(&*self.call, &entries.shapes(), &entries.result);
             Some(self.kernel(&entries)?.backend_config(cost))
         });
         Configuration::Text(text.unwrap_or_default())
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let entries = self.entries(operands).ok_or_else(|| {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            constraint(
-                self.call.name(),
-                format!("{} are not the operands of {self:?}", found.join(", ")),
-            )
-        })?;
+        let entries = self
+            .entries(operands)
+            .ok_or_else(|| refused(self.call.name(), self, operands))?;
         Ok(match operands.last().filter(|_| self.stacks.result) {
             Some(stack) => (*stack).clone(),
             None => entries.result,
@@ -209,10 +219,8 @@ impl CustomCall for InStacks {
     }
 
     fn flops(&self, operands: &[&Shape], _: &Shape) -> u64 {
-        self.entries(operands).map_or(0, |entries| {
-            let own: Vec<&Shape> = entries.operands.iter().collect();
-            self.call.flops(&own, &entries.result)
-        })
+        let entries = self.entries(operands);
+        entries.map_or(0, |of| self.call.flops(&of.shapes(), &of.result))
     }
 
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {

@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
+use super::arithmetic::blocks_of_rows;
 use super::call::KernelCall;
 use super::mosaic::{Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window};
 
@@ -236,9 +237,8 @@ pub(super) fn block_rows([rows, channels]: [usize; 2], windows: usize) -> Option
     // Blocks are there twice; a quarter of the memory is enough to hide the latency of transfers.
     let row = 2 * channels.next_multiple_of(LANES);
     let most = VMEM_BYTES / 8 / (windows * row).max(1);
-    let blocks = (1..=most / TILE).rev().map(|tiles| tiles * TILE);
-    let mut blocks = blocks.filter(|block| rows > 0 && rows.is_multiple_of(*block));
-    blocks.next().filter(|_| channels > 0)
+    let largest = blocks_of_rows(rows, TILE, most).next();
+    largest.filter(|_| rows > 0 && channels > 0)
 }
 
 /// Channels that are worked on at once.

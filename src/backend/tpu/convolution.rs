@@ -3,11 +3,11 @@
 //! chip.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
-use super::call::KernelCall;
+use super::call::{KernelCall, refused};
 use super::mosaic::{
     Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
 };
@@ -669,16 +669,7 @@ impl KernelCall for Convolution {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         let sizes = self.sizes(operands);
         let sizes = sizes.filter(|sizes| self.fits(sizes.inputs, sizes.outputs));
-        let sizes = sizes.ok_or_else(|| {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            constraint(
-                "convolution kernel",
-                format!(
-                    "{} are not the operands of {self:?}, or no block fits the core's memory",
-                    found.join(", ")
-                ),
-            )
-        })?;
+        let sizes = sizes.ok_or_else(|| refused("convolution kernel", self, operands))?;
         let dims = [sizes.batch, self.height * self.width, sizes.outputs];
         Ok(Shape::new(DType::BF16, dims))
     }

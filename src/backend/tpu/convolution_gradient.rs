@@ -5,11 +5,11 @@
 //! either side on the chip, and places in other rows read it from there. Sums stay in the core's memory until the last block.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::arithmetic::block_of_columns;
-use super::call::KernelCall;
+use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Rows and columns of the convolution's kernel.
@@ -354,16 +354,8 @@ impl KernelCall for ConvolutionGradient {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         let sizes = self.sizes(operands);
         let sizes = sizes.filter(|sizes| self.fits(sizes.inputs, sizes.outputs));
-        let sizes = sizes.ok_or_else(|| {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            constraint(
-                "kernel of a convolution's gradient",
-                format!(
-                    "{} are not the operands of {self:?}, or no block fits the core's memory",
-                    found.join(", ")
-                ),
-            )
-        })?;
+        let sizes =
+            sizes.ok_or_else(|| refused("kernel of a convolution's gradient", self, operands))?;
         let dims = [sizes.parts, SIDE * SIDE * sizes.outputs, sizes.inputs];
         Ok(Shape::new(self.result, dims))
     }

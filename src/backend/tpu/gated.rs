@@ -4,11 +4,11 @@
 //! 207,000 cycles on a v5p. Reading and writing takes 33,000.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::arithmetic::block_of_columns;
-use super::call::KernelCall;
+use super::arithmetic::{block_of_columns, blocks_of_rows};
+use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
 
 /// `Phi(-a) exp(a^2 / 2)` in powers of `1 / (1 + TAIL_SLOPE a)`, the highest first.
@@ -52,11 +52,7 @@ impl GatedGelu {
         if rows == 0 || columns == 0 || !columns.is_multiple_of(LANES) {
             return None;
         }
-        let blocks = (1..=MOST_ROWS / TILE_ROWS).rev();
-        let mut blocks = blocks
-            .map(|tiles| tiles * TILE_ROWS)
-            .filter(|block| rows.is_multiple_of(*block));
-        blocks.find(|block| {
+        blocks_of_rows(rows, TILE_ROWS, MOST_ROWS).find(|block| {
             let kernel = Kernel::new(Vec::new(), self.windows([rows, columns], *block));
             kernel.window_bytes() <= self.memory / 16 * 15
         })
@@ -152,14 +148,7 @@ impl KernelCall for GatedGelu {
         let sizes = self.sizes(operands);
         let Some([rows, columns]) = sizes.filter(|[rows, columns]| self.fits(*rows, *columns))
         else {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            return Err(constraint(
-                "gated GELU kernel",
-                format!(
-                    "{} are not the operands of {self:?}, or no block of rows fits the core's memory",
-                    found.join(", ")
-                ),
-            ));
+            return Err(refused("gated GELU kernel", self, operands));
         };
         let columns = if self.derivative {
             2 * columns

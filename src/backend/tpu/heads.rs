@@ -3,10 +3,10 @@
 //! reading and writing the heads once.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::call::KernelCall;
+use super::call::{KernelCall, refused};
 use super::channels::{TILE, block_rows, each_tile, image};
 use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
 
@@ -149,11 +149,7 @@ impl KernelCall for Heads {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         match self.sizes(operands) {
             Some(sizes) => Ok(Shape::new(DType::BF16, sizes)),
-            None => {
-                let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-                let detail = format!("{} are not the operands of {self:?}", found.join(", "));
-                Err(constraint(self.name(), detail))
-            }
+            None => Err(refused(self.name(), self, operands)),
         }
     }
 }

@@ -2,10 +2,11 @@
 //! the way; where kernels multiply, norms and their derivatives are passes of their own.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::call::KernelCall;
+use super::arithmetic::blocks_of_rows;
+use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
 
 /// Rows of a tile of bf16.
@@ -56,11 +57,7 @@ impl LayerNorm {
         if sizes.contains(&0) || !columns.is_multiple_of(LANES) {
             return None;
         }
-        let blocks = (1..=MOST_ROWS / TILE_ROWS).rev();
-        let mut blocks = blocks
-            .map(|tiles| tiles * TILE_ROWS)
-            .filter(|block| rows.is_multiple_of(*block));
-        blocks.find(|block| {
+        blocks_of_rows(rows, TILE_ROWS, MOST_ROWS).find(|block| {
             let mut kernel = Kernel::new(Vec::new(), self.windows(sizes, *block));
             self.sums(&mut kernel, columns);
             kernel.window_bytes() + kernel.scratch_bytes() <= self.memory / 16 * 15
@@ -273,14 +270,7 @@ impl KernelCall for LayerNorm {
         let sizes = self.sizes(operands);
         let Some([groups, rows, columns]) = sizes.filter(|sizes| self.block(*sizes).is_some())
         else {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            return Err(constraint(
-                "layer norm kernel",
-                format!(
-                    "{} are not the operands of {self:?}, or no block of rows fits the core's memory",
-                    found.join(", ")
-                ),
-            ));
+            return Err(refused("layer norm kernel", self, operands));
         };
         Ok(match self.finds {
             Finds::Norm | Finds::GradientOfX { .. } => {

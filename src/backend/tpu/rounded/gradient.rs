@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
-use super::super::call::KernelCall;
+use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window};
 use super::{TILE_ROWS, integers, noise_windows};
 
@@ -489,13 +489,10 @@ impl KernelCall for RoundedGradient {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         let sizes = self.sizes(operands);
         let Some(sizes) = sizes.filter(|sizes| self.block(*sizes).is_some()) else {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            return Err(constraint(
+            return Err(refused(
                 "int8 kernel of a gradient of weights",
-                format!(
-                    "{} are not the operands of {self:?}, or no block fits the core's memory",
-                    found.join(", ")
-                ),
+                self,
+                operands,
             ));
         };
         let Sizes {

@@ -1,11 +1,11 @@
 //! Rows that are rounded, times weights that are.
 
 use crate::dtype::DType;
-use crate::graph::{Batch, InferError, constraint};
+use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
-use super::super::call::KernelCall;
+use super::super::arithmetic::{MOST_TERMS, block_of_columns, blocks_of_rows, scales};
+use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, Noise, Place, Scratch, Value as KernelValue, Window};
 use super::{ROUNDED_COLUMNS, TILE_ROWS, integers, noise_windows};
 
@@ -70,9 +70,7 @@ impl RoundedProduct {
             true => MOST_ROWS,
             false => MOST_ROWS / 2,
         };
-        let tiles = (1..=most / TILE_ROWS).rev().map(|tiles| tiles * TILE_ROWS);
-        let tiles = tiles.filter(|tile| rows.is_multiple_of(*tile));
-        let mut blocks = tiles.map(|tile| Blocks {
+        let mut blocks = blocks_of_rows(rows, TILE_ROWS, most).map(|tile| Blocks {
             rows: tile,
             columns: width,
             grid: [rows / tile, columns / width],
@@ -321,13 +319,10 @@ impl KernelCall for RoundedProduct {
             .sizes(operands)
             .filter(|[rows, terms, columns]| self.fits(*rows, *terms, *columns));
         let Some([_, _, columns]) = sizes else {
-            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
-            return Err(constraint(
+            return Err(refused(
                 "int8 product kernel of a training step",
-                format!(
-                    "{} are not the operands of {self:?}, or no block fits the core's memory",
-                    found.join(", ")
-                ),
+                self,
+                operands,
             ));
         };
         Ok(Shape::new(DType::BF16, [1, operands[0].dims[1], columns]))
