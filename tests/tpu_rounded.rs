@@ -1,14 +1,17 @@
 //! The TPU kernels of products that training steps round to int8, against the graphs that they stand for, on the host.
 
-use maxdiff::backend::tpu::claim_training;
+use std::sync::Arc;
+
+use maxdiff::backend::tpu::{RoundedProduct, claim_training};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, ConvDims, DotDims, Graph, Init, evaluate, vjp};
+use maxdiff::graph::random::key_of_row;
+use maxdiff::graph::{Builder, ConvDims, DotDims, Graph, Init, Op, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Chip;
 
-use crate::tpu_gradients::every_chip_takes;
+use crate::tpu_gradients::{every_chip_compiles, every_chip_takes};
 use crate::tpu_kernels::inputs;
 
 /// A linear layer in bf16 with its derivative, in int8: rows of the batch, tokens, inputs and outputs. Ranges of the weights' gradient
@@ -136,6 +139,97 @@ fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
     }
 }
 
+/// Parts of the batch, each a device's, share the ranges of the gradient of weights: those of all, or of a slice. Sums of parts are added
+/// in `f32` then, where the graph adds integers.
+#[test]
+fn parts_share_ranges() {
+    for (sizes, groups, parts) in [
+        ([2, 128, 128, 256], 1, 2),
+        ([4, 128, 256, 128], 2, 4),
+        ([4, 64, 128, 128], 1, 2),
+    ] {
+        let graph = trained_linear(sizes, groups);
+        let inputs = values(&graph);
+        let expected = evaluate(&graph, &inputs).unwrap();
+        let chip = Chip::V5p.features();
+        let kernels = claim_training(&graph, chip, parts, &[]).unwrap();
+        let mut with_ranges = vec!["int8_ranges_of_columns"; 2];
+        with_ranges.extend(ALL);
+        with_ranges.sort_unstable();
+        assert_eq!(names(&kernels), with_ranges, "{sizes:?} {groups} {parts}");
+        let found = evaluate(&kernels, &inputs).unwrap();
+        assert!(expected[..2] == found[..2], "{sizes:?} {groups} {parts}");
+        let [expected, found] = [&expected[2], &found[2]].map(|dw| dw.to_f64_vec().unwrap());
+        let differ = expected.iter().zip(&found).filter(|(x, y)| x != y);
+        let differ: Vec<_> = differ.collect();
+        // The gradient is rounded to bf16: few are between two.
+        assert!(differ.len() * 100 < expected.len(), "{}", differ.len());
+        for (x, y) in differ {
+            assert!((x - y).abs() <= x.abs() / 128.0, "{sizes:?}: {x}, {y}");
+        }
+    }
+}
+
+/// Rows of a tensor with more positions than a word tells apart: each word of rows has a key of its own.
+fn rounded_rows(rows: usize, rows_in_a_word: Option<u32>) -> Graph {
+    let b = Builder::new();
+    let input = |name: &str, dtype: DType, dims: &[usize]| {
+        let shape = Shape::new(dtype, dims);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let operands = [
+        input("x", DType::BF16, &[1, rows, 128]),
+        input("weights", DType::S8, &[1, 128, 128]),
+        input("absmax", DType::F32, &[1, 1, 128]),
+        input(ROUNDING_KEY, DType::U32, &[1, 1, 2]),
+        input("first", DType::U32, &[1, 1, 1]),
+    ];
+    let kernel = RoundedProduct {
+        terms_first: false,
+        bias: false,
+        noise: true,
+        rows_in_a_word,
+        memory: Chip::V5e.features().kernel_memory,
+    };
+    let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands).unwrap();
+    b.output("y", y, None).unwrap();
+    b.finish()
+}
+
+#[test]
+fn rows_of_another_word_have_another_key() {
+    let whole = rounded_rows(128, Some(6));
+    let mut all = values(&whole);
+    let first = |row: u32| {
+        HostTensor::from_f64(Shape::new(DType::U32, [1, 1, 1]), &[f64::from(row)]).unwrap()
+    };
+    let key = |of: [u32; 2]| {
+        HostTensor::from_f64(Shape::new(DType::U32, [1, 1, 2]), &of.map(f64::from)).unwrap()
+    };
+    all[4] = first(0);
+    let y = evaluate(&whole, &all).unwrap()[0].to_f64_vec().unwrap();
+    // Each half alone, with what its word makes of the key.
+    let half = rounded_rows(64, None);
+    let x = all[0].to_f64_vec().unwrap();
+    for (word, row) in [(0, 0), (1, 64)] {
+        let mut of_half = all.clone();
+        let rows = row as usize * 128..(row as usize + 64) * 128;
+        let shape = Shape::new(DType::BF16, [1, 64, 128]);
+        of_half[0] = HostTensor::from_f64(shape, &x[rows.clone()]).unwrap();
+        of_half[3] = key(key_of_row([0x9E37_79B9, 0xDEAD_BEEF], word, 0));
+        of_half[4] = first(row);
+        let expected = evaluate(&half, &of_half).unwrap()[0].to_f64_vec().unwrap();
+        assert!(expected == y[rows], "word {word}");
+    }
+    let int8 = |chip: Chip| !matches!(chip, Chip::V4 | Chip::Tpu7x);
+    for (chip, found) in every_chip_compiles(|chip| match int8(chip) {
+        true => rounded_rows(128, Some(6)),
+        false => trained_linear([1, 8, 8, 8], 1).inline_composites(&|_, _| true),
+    }) {
+        assert_eq!(found, usize::from(int8(chip)), "{chip:?}");
+    }
+}
+
 #[test]
 fn a_convolution_is_a_kernel_bit_for_bit() {
     // An image that is wide, with its derivatives in bf16, which are kernels then, and one that is not.
@@ -170,6 +264,18 @@ fn every_chip_that_multiplies_int8_takes_the_kernels() {
             _ => 3,
         });
     }
+    let shared = trained_linear([2, 1024, 256, 2560], 1);
+    let claimed = |chip: Chip| {
+        let graph = claim_training(&shared, chip.features(), 2, &[]).unwrap();
+        graph.inline_composites(&|_, _| true)
+    };
+    for (chip, found) in every_chip_compiles(claimed) {
+        let expected = match chip {
+            Chip::V4 | Chip::Tpu7x => 0,
+            _ => 5,
+        };
+        assert_eq!(found, expected, "{chip:?}");
+    }
     every_chip_takes(
         &trained_convolution([1, 32, 32, 256, 128]),
         |chip| match chip {
@@ -181,14 +287,14 @@ fn every_chip_that_multiplies_int8_takes_the_kernels() {
 
 #[test]
 fn what_the_kernels_do_not_take_stays_the_compilers() {
-    // Rows that are no tiles, features that fill no register; ranges that are found in fewer parts than there are devices.
+    // Rows that are no tiles, features that fill no register; parts of the batch that no devices' parts make up.
     let names_of = |sizes, shards, parts| {
         let graph = trained_linear(sizes, shards);
         names(&claim_training(&graph, Chip::V5e.features(), parts, &[]).unwrap())
     };
     assert_eq!(names_of([1, 77, 128, 256], 1, 1), [""; 0]);
     assert_eq!(names_of([1, 128, 320, 320], 1, 1), ALL[1..]);
-    assert_eq!(names_of([2, 128, 128, 256], 1, 2), ALL[1..]);
+    assert_eq!(names_of([6, 128, 128, 256], 3, 2), ALL[1..]);
     // A chip that does not multiply int8.
     let graph = trained_linear([1, 128, 128, 256], 1);
     let kernels = claim_training(&graph, Chip::V4.features(), 1, &[]).unwrap();

@@ -1,14 +1,24 @@
 //! What an operand of a product was before AQT's int8 rounded it, for claims whose kernels round it themselves.
 
 use crate::dtype::DType;
+use crate::graph::random::rows_in_a_word;
 use crate::graph::{Composite, Graph, NumericsConvention, Op, Rounding, TensorFormat};
 
 /// An operand before it was rounded. Numbers are nodes.
 #[derive(Clone, Copy)]
 pub(super) struct Rounded {
     pub x: u32,
-    /// The key of the noise that it was rounded with.
-    pub noise: Option<u32>,
+    /// The noise that it was rounded with.
+    pub noise: Option<Noise>,
+}
+
+/// The noise of stochastic rounding.
+#[derive(Clone, Copy)]
+pub(super) struct Noise {
+    /// The node of the key.
+    pub key: u32,
+    /// [`rows_in_a_word`] of what is rounded.
+    pub rows_in_a_word: Option<u32>,
 }
 
 impl Rounded {
@@ -52,23 +62,23 @@ impl Rounded {
         }
         let noise = match rounding.operands.get(2) {
             None => None,
-            Some(noise) => Some(key(graph, *noise)?),
+            Some(noise) => Some(of_program(graph, *noise)?),
         };
         Some(Rounded { x, noise })
     }
 }
 
-/// The key of what is the noise of this program, of a tensor whose positions fit a word.
-fn key(graph: &Graph, noise: u32) -> Option<u32> {
+/// What is the noise of this program.
+fn of_program(graph: &Graph, noise: u32) -> Option<Noise> {
     let node = &graph.nodes[noise as usize];
     match &node.op {
         Op::Composite {
             kind: Composite::RoundingNoise { .. },
             ..
-        } => {
-            let fits = node.shape.count() <= u32::MAX as usize;
-            fits.then_some(node.operands[0])
-        }
+        } => Some(Noise {
+            key: node.operands[0],
+            rows_in_a_word: rows_in_a_word(&node.shape.dims),
+        }),
         _ => None,
     }
 }

@@ -102,40 +102,55 @@ pub fn dropped(b: &Builder, x: Tensor, key: RandomKey, share: f64) -> Result<Ten
     b.select(stays, x, b.full(&b.shape(x), 0.0)?)
 }
 
-/// The row-major position of every element in two `u32` words: that in the trailing dimensions that hold at most
-/// `most` elements, and that in the dimensions before them where there are any.
+/// The row-major position of every element in `u32` words, of a tensor whose rows lie along its last dimension: the position, which
+/// wraps around, and for tensors of more than 2^32 elements the number of
+/// the word that holds its row, without which two would be equal.
 struct Position {
     high: Option<Tensor>,
     low: Tensor,
 }
 
 impl Position {
+    /// Of a tensor whose positions take a word for each `most` elements: 2^32, or fewer in tests.
     fn new(b: &Builder, dims: &[usize], most: u64) -> Result<Self> {
-        let mut count = 1;
-        let fits = |size: &&usize| {
-            count *= **size as u128;
-            count <= u128::from(most)
-        };
-        let leading = dims.len() - dims.iter().rev().take_while(fits).count();
-        let shape = Shape::new(DType::U32, dims);
-        let position = |among: std::ops::Range<usize>| {
-            let strides = crate::shape::row_major_strides(&dims[among.clone()]);
-            let mut total = b.full(&shape, 0.0)?;
-            for (d, stride) in among.zip(strides) {
-                let index = b.iota(shape.clone(), d)?;
-                total = b.add(total, b.mul_scalar(index, stride as f64)?)?;
-            }
-            Ok::<_, GraphError>(total)
+        let last = dims.len().saturating_sub(1);
+        let of_row = |rows: u32| {
+            let row = position_among(b, dims, last)?;
+            b.binary(Binary::ShiftRightLogical, row, word(b, row, rows)?)
         };
         Ok(Position {
-            high: (leading > 0).then(|| position(0..leading)).transpose()?,
-            low: position(leading..dims.len())?,
+            high: rows_of_word(dims, most).map(of_row).transpose()?,
+            low: position_among(b, dims, dims.len())?,
         })
     }
 }
 
+/// The row-major position of every element in the first `rank` dimensions, in a word that wraps around.
+fn position_among(b: &Builder, dims: &[usize], rank: usize) -> Result<Tensor> {
+    let shape = Shape::new(DType::U32, dims);
+    let mut total = b.full(&shape, 0.0)?;
+    let mut stride = 1u64;
+    for d in (0..rank).rev() {
+        let index = b.iota(shape.clone(), d)?;
+        total = b.add(total, b.mul_scalar(index, stride as f64)?)?;
+        stride = (stride * dims[d] as u64) % WORD;
+    }
+    Ok(total)
+}
+
 /// Positions that one word tells apart.
 const WORD: u64 = 1 << 32;
+
+/// Of a tensor with more positions than a word tells apart, the binary logarithm of as many rows as a word does, a power of two.
+pub fn rows_in_a_word(dims: &[usize]) -> Option<u32> {
+    rows_of_word(dims, WORD)
+}
+
+fn rows_of_word(dims: &[usize], most: u64) -> Option<u32> {
+    let count: u128 = dims.iter().map(|size| *size as u128).product();
+    let columns = dims.last().map_or(1, |columns| *columns as u64);
+    (count > u128::from(most)).then(|| (most / columns.max(1)).max(1).ilog2())
+}
 
 /// Uniform bits, both 32-bit words of a Threefry block for each element.
 fn blocks(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<[Tensor; 2]> {
@@ -177,6 +192,17 @@ pub fn rounding_noise(
     b.add_scalar(unit(b, bits)?, -0.5)
 }
 
+/// By how much the number of the word that holds a row adds to the low word of a key of [`rounding_bits`].
+pub const WORDS_FACTOR: u32 = 0x85EB_CA6B;
+
+/// The key of [`rounding_noise_at`] for the elements of `row`, of a tensor with 2^`rows` rows in a word of positions.
+pub fn key_of_row([high, low]: [u32; 2], row: u32, rows: u32) -> [u32; 2] {
+    [
+        high,
+        low.wrapping_add((row >> rows).wrapping_mul(WORDS_FACTOR)),
+    ]
+}
+
 /// The factors of the hash of [`rounding_bits`].
 pub const ROUNDING_FACTORS: [u32; 2] = [0x7FEB_352D, 0x846C_A68B];
 
@@ -190,15 +216,23 @@ pub fn rounding_bits(
     stream: RoundingStream,
     dims: &[usize],
 ) -> Result<Tensor> {
+    bits_of(b, key, stream, Position::new(b, dims, WORD)?)
+}
+
+fn bits_of(
+    b: &Builder,
+    key: RandomKey,
+    stream: RoundingStream,
+    position: Position,
+) -> Result<Tensor> {
+    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
     let shift_xor = |x: Tensor, bits: u32| {
         let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
         b.binary(Binary::Xor, x, shifted)
     };
-    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
-    let position = Position::new(b, dims, WORD)?;
     let mut low = key.low;
-    if let Some(leading) = position.high {
-        low = b.add(b.mul(leading, word(b, leading, 0x85EB_CA6B)?)?, low)?;
+    if let Some(rows) = position.high {
+        low = b.add(b.mul(rows, word(b, rows, WORDS_FACTOR)?)?, low)?;
     }
     let mut x = b.binary(Binary::Xor, position.low, high)?;
     x = shift_xor(x, 16)?;
@@ -324,18 +358,33 @@ mod tests {
     #[test]
     fn positions_past_a_word_have_a_second_one() {
         let b = Builder::new();
-        let whole = Position::new(&b, &[2, 3, 2], 12).unwrap();
+        let dims = [2, 5, 2];
+        let whole = Position::new(&b, &dims, 20).unwrap();
         assert!(whole.high.is_none());
-        let split = Position::new(&b, &[2, 3, 2], 11).unwrap();
-        b.output("whole", whole.low, None).unwrap();
-        b.output("high", split.high.unwrap(), None).unwrap();
+        // 11 elements are five rows, of which a power of two is four.
+        let split = Position::new(&b, &dims, 11).unwrap();
+        let k = key(&b, 7, 42);
         b.output("low", split.low, None).unwrap();
+        b.output("high", split.high.unwrap(), None).unwrap();
+        let bits = bits_of(&b, k, RoundingStream(0), split).unwrap();
+        b.output("bits", bits, None).unwrap();
         let found = run(&b.finish());
-        let count = |each: usize| (0..12).map(move |i| (i % each) as f64);
-        assert_eq!(found[0], count(12).collect::<Vec<_>>());
-        assert_eq!(found[1], [[0.0; 6], [1.0; 6]].concat());
-        assert_eq!(found[2], count(6).collect::<Vec<_>>());
-        // The dimensions of a gradient's four parts, as large as those of SDXL's: the parts are told apart.
+        let expected = |of: &dyn Fn(u32) -> u32| (0..20).map(|i| f64::from(of(i))).collect();
+        let all: Vec<Vec<f64>> = vec![
+            expected(&|i| i),
+            expected(&|i| i / 8),
+            expected(&|i| rounding_bits_at(key_of_row([7, 42], i / 2, 2), RoundingStream(0), i)),
+        ];
+        assert_eq!(found, all);
+    }
+
+    /// The dimensions of a gradient's four parts, as large as those of SDXL's: a word holds no more elements than it tells apart.
+    #[test]
+    fn words_hold_rows_that_they_tell_apart() {
+        assert_eq!(rows_in_a_word(&[4, 256, 4096, 5120]), Some(19));
+        assert_eq!(rows_in_a_word(&[1024, 1024, 10_240]), Some(18));
+        assert_eq!(rows_in_a_word(&[1 << 20, 1 << 12]), None);
+        assert_eq!(rows_in_a_word(&[(1 << 20) + 1, 1 << 12]), Some(20));
         let b = Builder::new();
         let large = Position::new(&b, &[4, 256, 4096, 5120], WORD).unwrap();
         assert!(large.high.is_some());

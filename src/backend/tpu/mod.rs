@@ -34,7 +34,7 @@ pub use heads::Heads;
 pub use layer_norm::LayerNorm;
 pub use patches::products_of_patches;
 pub use product::Product;
-pub use rounded::{RoundedGradient, RoundedProduct};
+pub use rounded::{ColumnRanges, RoundedGradient, RoundedProduct};
 pub use stacks::in_stacks;
 pub use sums::{SUM_OF_ROWS, products_of_ones};
 pub use upsample::Upsample;

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 
 use crate::backend::follow;
-use crate::backend::rounding::Rounded;
+use crate::backend::rounding::{Noise, Rounded};
 use crate::dtype::DType;
 use crate::graph::{Binary, Builder, Composite, Contraction, Graph, GraphError, Node, Op, Tensor};
 
@@ -62,7 +62,7 @@ impl Product<'_> {
                 (form, matrices.to_vec())
             }
         };
-        operands.extend(self.lhs.noise.map(copy));
+        operands.extend(self.lhs.noise.map(|noise| copy(noise.key)));
         operands.extend(self.bias.map(copy));
         let kernel = QuantizedProduct {
             form,
@@ -126,7 +126,8 @@ impl<'a> Claims<'a> {
 
     fn fits(&self, product: &Product<'_>) -> bool {
         let [lhs, rhs] = [product.lhs.x, product.rhs].map(|id| &self.node(id).shape);
-        if lhs.dtype != rhs.dtype {
+        let is_numbered = |noise: Noise| noise.rows_in_a_word.is_none();
+        if lhs.dtype != rhs.dtype || !product.lhs.noise.is_none_or(is_numbered) {
             return false;
         }
         let terms = match product.contraction {

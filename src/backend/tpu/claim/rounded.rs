@@ -6,11 +6,12 @@ use std::sync::Arc;
 use crate::backend::follow;
 use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Tensor};
+use crate::graph::scopes::RANGE_FINDING;
+use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Reduction, Tensor};
 use crate::quant;
 use crate::shape::Shape;
 
-use super::super::{Features, RoundedGradient, RoundedProduct};
+use super::super::{ColumnRanges, Features, RoundedGradient, RoundedProduct};
 use super::{Result, is_split};
 
 /// The nodes that read each node ([`follow::users`]).
@@ -57,8 +58,8 @@ impl Product {
         if let Some(bias) = self.bias {
             operands.push(vector(copy(bias))?);
         }
-        if let Some(key) = self.x.noise {
-            operands.extend(noise(b, copy(key), self.parts, rows / self.parts)?);
+        if let Some(of) = self.x.noise {
+            operands.extend(noise(b, copy(of.key), self.parts, rows / self.parts)?);
         }
         let y = b.push(Op::CustomCall(Arc::new(self.kernel)), &operands)?;
         b.reshape(y, &self.shape.dims)
@@ -163,6 +164,7 @@ impl<'a> Claims<'a> {
             terms_first: contiguous != contracted,
             bias: followed.bias.is_some(),
             noise: x.noise.is_some(),
+            rows_in_a_word: x.noise.and_then(|noise| noise.rows_in_a_word),
             memory: self.features.kernel_memory,
         };
         let fits = takes && kernel.fits(rows / self.parts, terms, columns);
@@ -200,40 +202,78 @@ impl<'a> Claims<'a> {
         let gradient = Rounded::to(self.graph, lhs, lhs_scale, &kept)?;
         let x = Rounded::to(self.graph, rhs, rhs_scale, &kept)?;
         let of_gradient = self.shape(gradient.x);
-        // A part of the batch has scales of its own.
+        // Scales are those of groups of the parts of the batch, or of all.
         let groups = if batch == 1 { of_gradient.dims[0] } else { 1 };
-        let rows = contracted.iter().map(|d| of_gradient.dims[*d]).product();
+        let images = groups * of_gradient.dims.get(batch)?;
+        let rows: usize = contracted.iter().map(|d| of_gradient.dims[*d]).product();
+        let is_split =
+            self.parts.is_multiple_of(groups) && images.is_multiple_of(self.parts) && last > batch;
+        let rows = rows * groups / self.parts;
         let [outputs, inputs] = [gradient.x, x.x].map(|id| self.shape(id).dims[last]);
         // It lies as the weights do, by which the derivative of `x` multiplies the same gradient. The result's rows are moved on the
         // chip, where the weights do not say so the fewer.
         let weights = weights.get(&self.origin(gradient.x));
         let shared = weights.and_then(|weights| self.shared_dim(*weights));
+        let noise = gradient.noise?;
         let of = |cores: usize| RoundedGradient {
             inputs_first: shared.map_or(inputs < outputs, |shared| shared == 1),
+            ranges: groups < self.parts,
+            rows_in_a_word: noise.rows_in_a_word,
             cores,
             memory: self.features.kernel_memory,
         };
         // Few columns do not divide among cores.
         let cores = if self.features.one_core { 1 } else { 2 };
-        let mut kernels = [of(cores), of(1)].into_iter();
-        let kernel = kernels.find(|kernel| kernel.fits(rows, outputs, inputs))?;
+        let kernel = [of(cores), of(1)]
+            .into_iter()
+            .find(|kernel| kernel.fits(rows, outputs, inputs))?;
         let result = &self.graph.nodes[i].shape;
         let is_bf16 = |id: u32| self.shape(id).dtype == DType::BF16;
-        let takes = is_bf16(gradient.x)
+        let takes = is_split
+            && is_bf16(gradient.x)
             && is_bf16(x.x)
             && result.dtype == DType::F32
-            && x.noise.is_none()
-            && groups == self.parts;
-        let key = gradient.noise.filter(|_| takes)?;
-        Some(Gradient {
+            && x.noise.is_none();
+        let ranges = |columns: usize| self.column_ranges(rows, columns);
+        let ranges = match kernel.ranges {
+            true => Some([ranges(outputs)?, ranges(inputs)?]),
+            false => None,
+        };
+        takes.then(|| Gradient {
             kernel,
-            gradient: gradient.x,
-            x: x.x,
-            key,
+            operands: [gradient.x, x.x],
+            ranges,
+            sources: [gradient.x, x.x].map(|id| self.before_reshapes(id)),
+            key: noise.key,
+            groups,
             parts: self.parts,
             rows,
             shape: result.clone(),
         })
+    }
+
+    /// The kernel that finds the ranges of a part of `rows` rows.
+    fn column_ranges(&self, rows: usize, columns: usize) -> Option<ColumnRanges> {
+        let of = |cores: usize| ColumnRanges {
+            cores,
+            memory: self.features.kernel_memory,
+        };
+        let cores = if self.features.one_core { 1 } else { 2 };
+        let mut kernels = [of(cores), of(1)].into_iter();
+        kernels.find(|kernel| kernel.fits(rows, columns))
+    }
+
+    /// What a node is without reshapes.
+    fn before_reshapes(&self, mut id: u32) -> u32 {
+        while let Node {
+            op: Op::Reshape(_),
+            operands,
+            ..
+        } = &self.graph.nodes[id as usize]
+        {
+            id = operands[0];
+        }
+        id
     }
 
     /// Node `i` as a product of matrices with scales of both, and its operands: both, then the scales.
@@ -306,9 +346,15 @@ impl<'a> Claims<'a> {
 /// The gradient of weights that the kernel takes. Numbers are nodes.
 pub(super) struct Gradient {
     kernel: RoundedGradient,
-    gradient: u32,
-    x: u32,
+    /// The gradient of the result and `x`.
+    operands: [u32; 2],
+    /// What finds their ranges, where parts share these.
+    ranges: Option<[ColumnRanges; 2]>,
+    /// What they are without reshapes.
+    sources: [u32; 2],
     key: u32,
+    /// Groups of parts that share ranges, and whose sum is the result.
+    groups: usize,
     /// Parts of the batch, and rows of each.
     parts: usize,
     rows: usize,
@@ -316,19 +362,55 @@ pub(super) struct Gradient {
     shape: Shape,
 }
 
+/// The ranges of columns that were found already, by what they are of.
+pub(super) type FoundRanges = HashMap<(u32, usize), Tensor>;
+
 impl Gradient {
-    pub(super) fn call(&self, b: &Builder, copies: &[Tensor]) -> Result<Tensor> {
-        let [gradient, x] = [self.gradient, self.x].map(|id| {
+    pub(super) fn call(
+        &self,
+        b: &Builder,
+        copies: &[Tensor],
+        found: &mut FoundRanges,
+    ) -> Result<Tensor> {
+        let [gradient, x] = self.operands.map(|id| {
             let x = copies[id as usize];
             let columns = b.dims(x).last().copied().unwrap_or(1);
             b.reshape(x, &[self.parts, self.rows, columns])
         });
-        let [key, first] = noise(b, copies[self.key as usize], self.parts, self.rows)?;
-        let call = Op::CustomCall(Arc::new(self.kernel));
-        let mut y = b.push(call, &[gradient?, x?, key, first])?;
+        let both = [gradient?, x?];
+        let noise = noise(b, copies[self.key as usize], self.parts, self.rows)?;
+        let mut operands = [both, noise].concat();
+        for (of, kernel) in self.ranges.iter().flatten().enumerate() {
+            let key = (self.sources[of], self.groups);
+            let ranges = match found.get(&key) {
+                Some(ranges) => *ranges,
+                None => self.ranges_of(b, *kernel, both[of])?,
+            };
+            found.insert(key, ranges);
+            operands.push(ranges);
+        }
+        let mut y = b.push(Op::CustomCall(Arc::new(self.kernel)), &operands)?;
         if self.kernel.inputs_first {
             y = b.transpose(y, &[0, 2, 1])?;
         }
+        if self.groups < self.parts {
+            let [_, outputs, inputs] = b.dims(y)[..] else {
+                return b.reshape(y, &self.shape.dims);
+            };
+            let of_groups = [self.groups, self.parts / self.groups, outputs, inputs];
+            y = b.sum(b.reshape(y, &of_groups)?, &[1])?;
+        }
         b.reshape(y, &self.shape.dims)
+    }
+
+    /// The ranges that the parts of a group share, `f32[parts, 1, columns]`.
+    fn ranges_of(&self, b: &Builder, kernel: ColumnRanges, x: Tensor) -> Result<Tensor> {
+        let b = &b.at(format!("{}/{RANGE_FINDING}", b.path()));
+        let columns = b.dims(x).last().copied().unwrap_or(1);
+        let own = b.push(Op::CustomCall(Arc::new(kernel)), &[x])?;
+        let of_groups = [self.groups, self.parts / self.groups, columns];
+        let highest = b.reduce(Reduction::Max, b.reshape(own, &of_groups)?, &[1])?;
+        let shared = b.broadcast_in_dim(highest, &[0, 2], &of_groups)?;
+        b.reshape(shared, &[self.parts, 1, columns])
     }
 }

@@ -32,8 +32,8 @@ pub fn claims_in_training(
 /// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
-///   weights whose ranges are found in each of the `parts` parts of the batch. `is_split` says which dimensions of each input devices
-///   share, and so how weights lie.
+///   weights, with the ranges of what they multiply where several of the `parts` parts of the batch share these. `is_split` says which
+///   dimensions of each input devices share, and so how weights lie.
 ///
 /// Other products, and norms between them, are left to the compiler, which fuses them with what the derivative needs of them.
 ///
@@ -61,6 +61,7 @@ fn claim(
     let rounded = rounded::Claims::of(graph, features, parts, shared);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
+    let mut ranges = rounded::FoundRanges::new();
     let mut gradients = Gradients::of(features);
     let mut norms = LayerNorms::of(graph, &users, features, parts);
     graph.substitute(&mut |b, i, copies| {
@@ -71,7 +72,7 @@ fn claim(
             return product.call(b, copies).map(Some);
         }
         if let Some(gradient) = gradients_of_weights.get(&i) {
-            return gradient.call(b, copies).map(Some);
+            return gradient.call(b, copies, &mut ranges).map(Some);
         }
         let node = &graph.nodes[i];
         match &node.op {

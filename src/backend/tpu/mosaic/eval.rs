@@ -5,7 +5,7 @@ use half::bf16;
 use crate::dtype::DType;
 use crate::graph::RoundingStream;
 use crate::graph::eval::{Data, Value as GraphValue};
-use crate::graph::random::rounding_noise_at;
+use crate::graph::random::{key_of_row, rounding_noise_at};
 use crate::shape::Shape;
 
 use super::{
@@ -325,7 +325,11 @@ impl Run<'_> {
             let row = first[0].wrapping_add(row + (i / columns) as u32);
             let column = column + (i % columns) as u32;
             let position = row.wrapping_mul(noise.columns as u32).wrapping_add(column);
-            rounding_noise_at([key[0], key[1]], RoundingStream(0), position)
+            let key = match noise.rows_in_a_word {
+                Some(rows) => key_of_row([key[0], key[1]], row, rows),
+                None => [key[0], key[1]],
+            };
+            rounding_noise_at(key, RoundingStream(0), position)
         };
         (0..rows * columns).map(at).collect()
     }

@@ -182,6 +182,8 @@ pub struct Noise {
     pub windows: [usize; 2],
     /// Columns of the tensor.
     pub columns: usize,
+    /// [`crate::graph::random::rows_in_a_word`] of the tensor. The matrix lies in one word.
+    pub rows_in_a_word: Option<u32>,
     /// The dimension of the grid that counts blocks of rows, and one that counts blocks of columns; with rows and columns of a
     /// block.
     pub blocks: [Option<(usize, usize)>; 2],

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::dtype::DType;
-use crate::graph::random::ROUNDING_FACTORS;
+use crate::graph::random::{ROUNDING_FACTORS, WORDS_FACTOR};
 
 use super::{
     Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
@@ -579,6 +579,16 @@ impl Kernel {
             }
         }
         let [row, column] = place;
+        let low = match noise.rows_in_a_word {
+            Some(rows) => {
+                let rows = number(&mut lines, rows as usize);
+                let of_row = lines.push(format!("arith.shrui {row}, {rows} : i32"));
+                let factor = lines.push(format!("arith.constant {} : i32", WORDS_FACTOR as i32));
+                let more = lines.push(format!("arith.muli {of_row}, {factor} : i32"));
+                lines.push(format!("arith.addi {low}, {more} : i32"))
+            }
+            None => low,
+        };
         let columns = number(&mut lines, noise.columns);
         let origin = lines.push(format!("arith.muli {row}, {columns} : i32"));
         let origin = lines.push(format!("arith.addi {origin}, {column} : i32"));

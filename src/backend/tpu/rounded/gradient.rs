@@ -9,11 +9,13 @@ use crate::shape::Shape;
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window};
-use super::{TILE_ROWS, integers, noise_windows};
+use super::{Tiles, absmax, integers, noise_windows, ranges_of};
 
 /// The windows of the gradient and of `x`.
 const GRADIENT: usize = 0;
 const INPUTS: usize = 1;
+/// Those of their ranges come behind these, and behind those of the noise.
+const WINDOWS_BEFORE_RANGES: usize = 4;
 /// Columns of a block, at most.
 const MOST_COLUMNS: usize = 640;
 /// Columns of a part of a block.
@@ -31,11 +33,16 @@ const WIDE_TILE_ROWS: usize = 8;
 /// inputs]`, or `[parts, inputs, outputs]`. Both are quantized as AQT does it, a scale a column of a part, the gradient at random.
 ///
 /// Operands: the gradient `bf16[parts, rows, outputs]`, `x` `bf16[parts, rows, inputs]`, the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`,
-/// the number of the first row of each part.
+/// the number of the first row of each part. With ranges the largest magnitudes of the columns of both: `f32[parts, 1, outputs]` and
+/// `f32[parts, 1, inputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoundedGradient {
     /// Whether inputs are the result's rows.
     pub inputs_first: bool,
+    /// Whether ranges are operands, as parts that share them need it. Otherwise they are found inside.
+    pub ranges: bool,
+    /// [`crate::graph::random::rows_in_a_word`] of the gradient of the whole batch.
+    pub rows_in_a_word: Option<u32>,
     /// Cores that share the columns of a part.
     pub cores: usize,
     /// Bytes of the core's memory that it may take.
@@ -90,55 +97,11 @@ struct Part {
     scale: Scratch,
 }
 
-/// How the rows of a window are gone through.
-#[derive(Clone, Copy)]
-enum Tiles {
-    /// One tile after the other, without a loop.
-    Straight,
-    /// In a loop, [`LANES`] rows in each run.
-    Loop,
-}
-
-impl Tiles {
-    /// Those of blocks with so many rows.
-    fn of_blocks(terms: usize) -> Tiles {
-        match terms <= MOST_ROWS_IN_PARTS {
-            true => Tiles::Straight,
-            false => Tiles::Loop,
-        }
-    }
-
-    /// Rows of a tile. Few of them keep what is between in registers; without a loop the compiler orders operations itself, and larger
-    /// tiles make a smaller program.
-    fn rows(self) -> usize {
-        match self {
-            Tiles::Straight => LANES,
-            Tiles::Loop => TILE_ROWS,
-        }
-    }
-
-    /// Runs `body` for each `rows` rows, with the first of them and the values carried.
-    fn each(
-        self,
-        k: &mut Kernel,
-        terms: usize,
-        rows: usize,
-        start: Vec<KernelValue>,
-        body: impl Fn(&mut Kernel, KernelValue, &[KernelValue]) -> Vec<KernelValue>,
-    ) -> Vec<KernelValue> {
-        match self {
-            Tiles::Straight => (0..terms).step_by(rows).fold(start, |values, first| {
-                let row = k.row(first);
-                body(k, row, &values)
-            }),
-            Tiles::Loop => k.repeat(terms / LANES, start, |k, counter, values| {
-                let firsts = (0..LANES).step_by(rows);
-                firsts.fold(values.to_vec(), |values, first| {
-                    let row = k.row_of(counter, LANES, first);
-                    body(k, row, &values)
-                })
-            }),
-        }
+/// Those of blocks with so many rows.
+fn tiles_of_blocks(terms: usize) -> Tiles {
+    match terms <= MOST_ROWS_IN_PARTS {
+        true => Tiles::Straight,
+        false => Tiles::Loop,
     }
 }
 
@@ -239,11 +202,16 @@ impl RoundedGradient {
             dtype: DType::F32,
             ..result
         };
-        let [gradient, x] = match of_whole {
+        let both = match of_whole {
             GRADIENT => [whole, blocks],
             _ => [blocks, whole],
         };
-        vec![gradient, x, key, first, result]
+        let mut windows = [&both[..], &[key, first]].concat();
+        if self.ranges {
+            windows.extend(both.map(ranges_of));
+        }
+        windows.push(result);
+        windows
     }
 
     /// Whether the columns of a window are the result's rows.
@@ -265,7 +233,7 @@ impl RoundedGradient {
     }
 
     fn parts(&self, k: &mut Kernel, sizes: Sizes, width: usize) -> Vec<Part> {
-        let of_part = match Tiles::of_blocks(sizes.terms) {
+        let of_part = match tiles_of_blocks(sizes.terms) {
             Tiles::Straight => PART,
             Tiles::Loop => width,
         };
@@ -343,20 +311,18 @@ impl RoundedGradient {
 
     /// The largest magnitude of each of some columns of a window, `f32[1, columns]`.
     fn absmax(
+        &self,
         k: &mut Kernel,
         window: usize,
-        terms: usize,
+        sizes: Sizes,
         columns: Range<usize>,
         tiles: Tiles,
     ) -> KernelValue {
-        let zero = k.splat(DType::F32, [tiles.rows(), columns.len()], 0.0);
-        let highest = tiles.each(k, terms, tiles.rows(), vec![zero], |k, row, highest| {
-            let x = k.load_part(window, row, tiles.rows(), columns.clone());
-            let x = k.convert(x, DType::F32);
-            let magnitudes = k.abs(x);
-            vec![k.max(highest[0], magnitudes)]
-        });
-        k.column_max(highest[0])
+        if self.ranges {
+            let first = k.row(0);
+            return k.load_part(WINDOWS_BEFORE_RANGES + window, first, 1, columns);
+        }
+        absmax(k, window, sizes.terms, columns, tiles)
     }
 
     /// Keeps what is whole, and its scales.
@@ -366,7 +332,7 @@ impl RoundedGradient {
         let width = block_of_columns(all, ROUNDED_COLUMNS).unwrap_or(LANES);
         for from in (0..all).step_by(width) {
             let columns = from..from + width;
-            let absmax = Self::absmax(k, window, sizes.terms, columns.clone(), Tiles::Loop);
+            let absmax = self.absmax(k, window, sizes, columns.clone(), Tiles::Loop);
             let (inverse, scale) = scales(k, absmax);
             let scale = k.broadcast_row(scale, WIDE_TILE_ROWS);
             match self.is_rows(window) {
@@ -390,8 +356,8 @@ impl RoundedGradient {
     fn round_part(&self, k: &mut Kernel, part: Part, sizes: Sizes, block: usize) -> KernelValue {
         let [_, window] = sizes.windows();
         let columns = part.first..part.first + part.width;
-        let tiles = Tiles::of_blocks(sizes.terms);
-        let absmax = Self::absmax(k, window, sizes.terms, columns.clone(), tiles);
+        let tiles = tiles_of_blocks(sizes.terms);
+        let absmax = self.absmax(k, window, sizes, columns.clone(), tiles);
         let (inverse, scale) = scales(k, absmax);
         let of = Rounded {
             window,
@@ -432,6 +398,7 @@ impl RoundedGradient {
                 let noise = of.noise.map(|(columns, block)| Noise {
                     windows: [2, 3],
                     columns,
+                    rows_in_a_word: self.rows_in_a_word,
                     blocks: [None, block],
                     row,
                     column: first,
@@ -449,14 +416,18 @@ impl RoundedGradient {
     }
 
     fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
-        let &[gradient, x, key, first] = operands else {
+        let &[gradient, x, key, first, ref ranges @ ..] = operands else {
             return None;
         };
         let &[parts, terms, outputs] = &gradient.dims[..] else {
             return None;
         };
         let inputs = *x.dims.get(2)?;
-        let fits = *gradient == Shape::new(DType::BF16, [parts, terms, outputs])
+        let of_columns =
+            [outputs, inputs].map(|columns| Shape::new(DType::F32, [parts, 1, columns]));
+        let expected = of_columns.iter().filter(|_| self.ranges);
+        let fits = expected.eq(ranges.iter().copied())
+            && *gradient == Shape::new(DType::BF16, [parts, terms, outputs])
             && *x == Shape::new(DType::BF16, [parts, terms, inputs])
             && *key == Shape::new(DType::U32, [1, 1, 2])
             && *first == Shape::new(DType::U32, [parts, 1, 1]);
@@ -474,9 +445,11 @@ impl KernelCall for RoundedGradient {
         "int8_gradient_of_weights"
     }
 
-    fn batch(&self, _operands: &[&Shape]) -> Option<Batch> {
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let mut of_operands = vec![Some(0); operands.len()];
+        of_operands[2] = None;
         Some(Batch {
-            operands: vec![Some(0), Some(0), None, Some(0)],
+            operands: of_operands,
             result: 0,
         })
     }

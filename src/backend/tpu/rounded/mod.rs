@@ -3,14 +3,18 @@
 
 mod gradient;
 mod product;
+mod ranges;
 
 pub use gradient::RoundedGradient;
 pub use product::RoundedProduct;
+pub use ranges::ColumnRanges;
+
+use std::ops::Range;
 
 use crate::dtype::DType;
 
 use super::arithmetic::{Arithmetic, rounded, rounded_to_integers};
-use super::mosaic::{Kernel, Noise, Place, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Noise, Place, Value as KernelValue, Window};
 
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
@@ -35,6 +39,19 @@ fn noise_windows(parts: usize, part: Option<usize>) -> [Window; 2] {
         ..key
     };
     [key, first]
+}
+
+/// The window of the largest magnitudes of the columns of another window's array, `f32[parts, 1, columns]`.
+fn ranges_of(window: Window) -> Window {
+    let ([parts, _, columns], [_, width]) = (window.array, window.block);
+    let [part, _, block] = window.index;
+    Window {
+        dtype: DType::F32,
+        array: [parts, 1, columns],
+        block: [1, width],
+        index: [part, None, block],
+        ..window
+    }
 }
 
 /// [`rounded_values`] as `s8`.
@@ -68,4 +85,66 @@ fn rounded_values(
             rounded_to_integers(k, noisy, one, Arithmetic::Int8)
         }
     }
+}
+
+/// How the rows of a window are gone through.
+#[derive(Clone, Copy)]
+enum Tiles {
+    /// One tile after the other, without a loop.
+    Straight,
+    /// In a loop, [`LANES`] rows in each run.
+    Loop,
+}
+
+impl Tiles {
+    /// Rows of a tile. Few of them keep what is between in registers; without a loop the compiler orders operations itself, and larger
+    /// tiles make a smaller program.
+    fn rows(self) -> usize {
+        match self {
+            Tiles::Straight => LANES,
+            Tiles::Loop => TILE_ROWS,
+        }
+    }
+
+    /// Runs `body` for each `rows` rows, with the first of them and the values carried.
+    fn each(
+        self,
+        k: &mut Kernel,
+        terms: usize,
+        rows: usize,
+        start: Vec<KernelValue>,
+        body: impl Fn(&mut Kernel, KernelValue, &[KernelValue]) -> Vec<KernelValue>,
+    ) -> Vec<KernelValue> {
+        match self {
+            Tiles::Straight => (0..terms).step_by(rows).fold(start, |values, first| {
+                let row = k.row(first);
+                body(k, row, &values)
+            }),
+            Tiles::Loop => k.repeat(terms / LANES, start, |k, counter, values| {
+                let firsts = (0..LANES).step_by(rows);
+                firsts.fold(values.to_vec(), |values, first| {
+                    let row = k.row_of(counter, LANES, first);
+                    body(k, row, &values)
+                })
+            }),
+        }
+    }
+}
+
+/// The largest magnitude of each of some columns of a window, `f32[1, columns]`.
+fn absmax(
+    k: &mut Kernel,
+    window: usize,
+    terms: usize,
+    columns: Range<usize>,
+    tiles: Tiles,
+) -> KernelValue {
+    let zero = k.splat(DType::F32, [tiles.rows(), columns.len()], 0.0);
+    let highest = tiles.each(k, terms, tiles.rows(), vec![zero], |k, row, highest| {
+        let x = k.load_part(window, row, tiles.rows(), columns.clone());
+        let x = k.convert(x, DType::F32);
+        let magnitudes = k.abs(x);
+        vec![k.max(highest[0], magnitudes)]
+    });
+    k.column_max(highest[0])
 }

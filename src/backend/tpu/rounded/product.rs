@@ -31,6 +31,8 @@ pub struct RoundedProduct {
     pub bias: bool,
     /// Whether rounding is stochastic.
     pub noise: bool,
+    /// [`crate::graph::random::rows_in_a_word`] of the rows of the whole batch.
+    pub rows_in_a_word: Option<u32>,
     /// Bytes of the core's memory that it may take.
     pub memory: usize,
 }
@@ -194,6 +196,7 @@ impl RoundedProduct {
                 let noise = self.noise.then(|| Noise {
                     windows: [0, 1].map(|window| self.windows_before_noise() + window),
                     columns: terms,
+                    rows_in_a_word: self.rows_in_a_word,
                     blocks: [Some((0, blocks.rows)), None],
                     row: first,
                     column: at,
