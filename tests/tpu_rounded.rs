@@ -16,7 +16,16 @@ use crate::tpu_kernels::inputs;
 
 /// A linear layer in bf16 with its derivative, in int8: rows of the batch, tokens, inputs and outputs. Ranges of the weights' gradient
 /// are found in `parts` parts of the batch.
-fn trained_linear([batch, tokens, inputs, outputs]: [usize; 4], parts: usize) -> Graph {
+fn trained_linear(sizes: [usize; 4], parts: usize) -> Graph {
+    trained_sum(sizes, parts, false)
+}
+
+/// The same, with what is added to the result and to the gradient of `x` if there is a residual.
+fn trained_sum(
+    [batch, tokens, inputs, outputs]: [usize; 4],
+    parts: usize,
+    residual: bool,
+) -> Graph {
     let b = Builder::new();
     let of = |name: &str, features: usize| {
         let shape = Shape::new(DType::BF16, [batch, tokens, features]);
@@ -43,10 +52,15 @@ fn trained_linear([batch, tokens, inputs, outputs]: [usize; 4], parts: usize) ->
     let bias = layer.convert(bias, DType::F32).unwrap();
     let bias = layer.broadcast_in_dim(bias, &[2], &[batch, tokens, outputs]);
     let y = layer.add(y, bias.unwrap()).unwrap();
-    let y = layer.convert(y, DType::BF16).unwrap();
+    let mut y = layer.convert(y, DType::BF16).unwrap();
     annotate(&b, &Policy::aqt_int8("m/", parts, Vec::new(), &[]).unwrap()).unwrap();
     let found = vjp(&b, &[(y, gradient)], &[x, weight]).unwrap();
-    for (name, value) in [("y", y), ("dx", found[0]), ("dw", found[1])] {
+    let mut dx = found[0];
+    if residual {
+        y = b.add(of("residual", outputs), y).unwrap();
+        dx = b.add(dx, of("other", inputs)).unwrap();
+    }
+    for (name, value) in [("y", y), ("dx", dx), ("dw", found[1])] {
         b.output(name, value, None).unwrap();
     }
     lower(&b.finish()).unwrap()
@@ -189,6 +203,7 @@ fn rounded_rows(rows: usize, rows_in_a_word: Option<u32>) -> Graph {
         bias: false,
         noise: true,
         rows_in_a_word,
+        residual: false,
         memory: Chip::V5e.features().kernel_memory,
     };
     let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands).unwrap();
@@ -231,6 +246,23 @@ fn rows_of_another_word_have_another_key() {
 }
 
 #[test]
+fn what_is_added_to_a_product_is_in_its_kernel() {
+    for (sizes, parts) in [([1, 128, 128, 256], 1), ([2, 128, 128, 1408], 2)] {
+        let graph = trained_sum(sizes, parts, true);
+        let inputs = values(&graph);
+        let chip = Chip::V5e.features();
+        let kernels = claim_training(&graph, chip, parts, &[]).unwrap();
+        let mut residuals = 0;
+        kernels.visit_calls(&mut |_, _, call| {
+            residuals += usize::from(format!("{call:?}").contains("residual: true"));
+        });
+        assert_eq!((names(&kernels), residuals), (ALL.to_vec(), 2));
+        let [expected, found] = [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap());
+        assert!(expected == found, "{sizes:?}");
+    }
+}
+
+#[test]
 fn a_convolution_is_a_kernel_bit_for_bit() {
     // An image that is wide, with its derivatives in bf16, which are kernels then, and one that is not.
     let cases = [
@@ -258,13 +290,14 @@ fn a_convolution_is_a_kernel_bit_for_bit() {
 #[test]
 fn every_chip_that_multiplies_int8_takes_the_kernels() {
     // Several blocks of rows and of columns; the gradient's rows are inputs in one and outputs in the other.
-    for sizes in [[1, 1024, 256, 2560], [1, 1024, 1280, 256]] {
-        every_chip_takes(&trained_linear(sizes, 1), |chip| match chip {
+    let sums = [([1, 1024, 256, 2560], false), ([1, 1024, 1280, 256], true)];
+    for (sizes, residual) in sums {
+        every_chip_takes(&trained_sum(sizes, 1, residual), |chip| match chip {
             Chip::V4 | Chip::Tpu7x => 0,
             _ => 3,
         });
     }
-    let shared = trained_linear([2, 1024, 256, 2560], 1);
+    let shared = trained_linear([2, 256, 256, 384], 1);
     let claimed = |chip: Chip| {
         let graph = claim_training(&shared, chip.features(), 2, &[]).unwrap();
         graph.inline_composites(&|_, _| true)

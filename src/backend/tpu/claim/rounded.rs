@@ -7,7 +7,9 @@ use crate::backend::follow;
 use crate::backend::rounding::Rounded;
 use crate::dtype::DType;
 use crate::graph::scopes::RANGE_FINDING;
-use crate::graph::{Builder, Composite, Contraction, DotDims, Graph, Node, Op, Reduction, Tensor};
+use crate::graph::{
+    Binary, Builder, Composite, Contraction, DotDims, Graph, Node, Op, Reduction, Tensor,
+};
 use crate::quant;
 use crate::shape::Shape;
 
@@ -25,6 +27,8 @@ pub(super) struct Product {
     /// What the weights were before they were rounded.
     wide_weights: u32,
     bias: Option<u32>,
+    /// What is added to the result.
+    residual: Option<u32>,
     /// The dimension of the weights that is contracted.
     contracted: usize,
     /// Of the result.
@@ -60,6 +64,9 @@ impl Product {
         }
         if let Some(of) = self.x.noise {
             operands.extend(noise(b, copy(of.key), self.parts, rows / self.parts)?);
+        }
+        if let Some(residual) = self.residual {
+            operands.push(b.reshape(copy(residual), &[1, rows, columns])?);
         }
         let y = b.push(Op::CustomCall(Arc::new(self.kernel)), &operands)?;
         b.reshape(y, &self.shape.dims)
@@ -165,22 +172,47 @@ impl<'a> Claims<'a> {
             bias: followed.bias.is_some(),
             noise: x.noise.is_some(),
             rows_in_a_word: x.noise.and_then(|noise| noise.rows_in_a_word),
+            residual: false,
             memory: self.features.kernel_memory,
         };
-        let fits = takes && kernel.fits(rows / self.parts, terms, columns);
-        fits.then(|| {
-            let product = Product {
-                kernel,
-                x,
-                weights: rhs,
-                wide_weights,
-                bias: followed.bias,
-                contracted,
-                shape: result.clone(),
-                parts: self.parts,
-            };
-            (followed.root, product)
+        let fits = |kernel: &RoundedProduct| kernel.fits(rows / self.parts, terms, columns);
+        let product = |kernel, residual| Product {
+            kernel,
+            x,
+            weights: rhs,
+            wide_weights,
+            bias: followed.bias,
+            residual,
+            contracted,
+            shape: result.clone(),
+            parts: self.parts,
+        };
+        if !takes || !fits(&kernel) {
+            return None;
+        }
+        let with_sum = RoundedProduct {
+            residual: true,
+            ..kernel
+        };
+        let sum = self.sum(users, followed.root).filter(|_| fits(&with_sum));
+        Some(match sum {
+            Some((sum, residual)) => (sum, product(with_sum, Some(residual))),
+            None => (followed.root, product(kernel, None)),
         })
+    }
+
+    /// The sum that alone reads node `root`, and the other term. Of two products that are added, the later takes the other's result; the
+    /// gradient of a norm is added by the norm's kernel.
+    fn sum(&self, users: &Users, root: usize) -> Option<(usize, u32)> {
+        let [Some(user)] = users[root][..] else {
+            return None;
+        };
+        let sum = &self.graph.nodes[user];
+        let other = follow::other_term(root as u32, sum)?;
+        let is_sum = matches!(sum.op, Op::Binary(Binary::Add))
+            && (other as usize) < root
+            && !matches!(self.graph.nodes[other as usize].op, Op::Composite { .. });
+        is_sum.then_some((user, other))
     }
 
     fn gradient(&self, i: usize, weights: &HashMap<u32, u32>) -> Option<Gradient> {

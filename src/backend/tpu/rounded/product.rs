@@ -23,7 +23,8 @@ const MOST_TERMS_IN_PARTS: usize = 2560;
 ///
 /// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, or `[1, terms, columns]`, and `f32[1, 1, columns]`, the largest
 /// magnitudes of the weights' columns before they were rounded, by which their scales are found; with a bias another one of these;
-/// with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the first row of each part of the batch.
+/// with noise the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`, the number of the first row of each part of the batch; with a residual
+/// `bf16[1, rows, columns]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoundedProduct {
     /// Whether weights lie `[1, terms, columns]`.
@@ -33,6 +34,8 @@ pub struct RoundedProduct {
     pub noise: bool,
     /// [`crate::graph::random::rows_in_a_word`] of the rows of the whole batch.
     pub rows_in_a_word: Option<u32>,
+    /// Whether a tensor of the result's shape is added to the rounded result.
+    pub residual: bool,
     /// Bytes of the core's memory that it may take.
     pub memory: usize,
 }
@@ -128,12 +131,14 @@ impl RoundedProduct {
         if self.noise {
             windows.extend(noise_windows(1, None));
         }
-        windows.push(Window {
+        let result = Window {
             array: [1, grid[0] * rows, all_columns],
             block: [rows, columns],
             index: [None, Some(0), column_index],
             ..x
-        });
+        };
+        windows.extend(self.residual.then_some(result));
+        windows.push(result);
         windows
     }
 
@@ -240,7 +245,16 @@ impl RoundedProduct {
             let bias = k.broadcast_row(bias, rows);
             y = k.add(y, bias);
         }
-        let y = k.convert(y, DType::BF16);
+        let mut y = k.convert(y, DType::BF16);
+        if self.residual {
+            let wide = k.convert(y, DType::F32);
+            let first = k.row(part.first);
+            let window = self.windows_before_noise() + if self.noise { 2 } else { 0 };
+            let residual = k.load(window, first, rows);
+            let residual = k.convert(residual, DType::F32);
+            let sum = k.add(wide, residual);
+            y = k.convert(sum, DType::BF16);
+        }
         k.store(y, [part.first, 0]);
     }
 
@@ -264,9 +278,12 @@ impl RoundedProduct {
             expected.push(vector.clone());
         }
         if self.noise {
-            let parts = *rest.last()?.dims.first()?;
+            let parts = *rest.get(expected.len() + 1)?.dims.first()?;
             expected.push(Shape::new(DType::U32, [1, 1, 2]));
             expected.push(Shape::new(DType::U32, [parts, 1, 1]));
+        }
+        if self.residual {
+            expected.push(Shape::new(DType::BF16, [1, rows, columns]));
         }
         let fits = weights.dims[of_terms] == terms
             && *scales == vector
@@ -303,8 +320,12 @@ impl KernelCall for RoundedProduct {
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
         let mut of_operands = vec![None; operands.len()];
         of_operands[0] = Some(1);
+        let last = operands.len() - 1;
+        if self.residual {
+            of_operands[last] = Some(1);
+        }
         if self.noise {
-            of_operands[operands.len() - 1] = Some(0);
+            of_operands[last - usize::from(self.residual)] = Some(0);
         }
         Some(Batch {
             operands: of_operands,
