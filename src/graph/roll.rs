@@ -150,6 +150,9 @@ struct Slot {
     how: Taken,
     /// What blocks take as another shape of the values.
     dims: Option<Vec<usize>>,
+    /// What vectors are in a stack of them: rows, `[1, 1, features]`, where blocks take them as nothing else, as kernels do. Rows of a
+    /// matrix lie in tiles with those of other blocks.
+    row: Option<Vec<usize>>,
 }
 
 /// Equal blocks that can be a loop.
@@ -284,6 +287,9 @@ impl<'g> Blocks<'g> {
             .iter()
             .any(|slot| matches!(slot.how, Taken::Carried(_)));
         is_chain.then_some(())?;
+        for number in 0..taken.len() {
+            taken[number].row = self.row(blocks[0], &slots, &taken, number);
+        }
         let (mut given, shapes) = self.given(&blocks, &step, &after)?;
         for (number, slot) in taken.iter().enumerate() {
             if let Taken::Carried(place) = slot.how
@@ -383,7 +389,29 @@ impl<'g> Blocks<'g> {
             values,
             how,
             dims: (!is_same).then_some(dims),
+            row: None,
         }
+    }
+
+    /// The dimensions of the rows that a block takes of a stack of vectors, if it takes nothing else of slot `number`.
+    fn row(
+        &self,
+        block: &[u32],
+        slots: &HashMap<(usize, usize), usize>,
+        taken: &[Slot],
+        number: usize,
+    ) -> Option<Vec<usize>> {
+        let slot = &taken[number];
+        let of = &self.graph.nodes[slot.values[0] as usize].shape;
+        let [features] = of.dims[..] else {
+            return None;
+        };
+        let row = Op::Reshape(vec![1, 1, features]);
+        let is_stack = slot.how == Taken::Stacked && slot.dims.is_none();
+        let mut users = slots.iter().filter(|(_, slot)| **slot == number);
+        let are_rows =
+            users.all(|((place, _), _)| self.graph.nodes[block[*place] as usize].op == row);
+        (is_stack && are_rows).then(|| vec![1, 1, features])
     }
 
     /// The places whose values are used outside the run; those that are other shapes of what the block computes, with the places of that,
@@ -528,10 +556,15 @@ impl Run<'_> {
                     if self.descends {
                         values.reverse();
                     }
-                    match run_of(b, &values) {
+                    let (stack, first) = match run_of(b, &values) {
                         Some(found) => found,
                         None => (stack(b, &values)?, 0),
-                    }
+                    };
+                    let whole = slot.row.as_ref().map(|row| {
+                        let dims = [&b.dims(stack)[..1], row].concat();
+                        b.reshape(stack, &dims)
+                    });
+                    (whole.transpose()?.unwrap_or(stack), first)
                 }
             };
             carry.push(value);

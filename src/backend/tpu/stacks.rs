@@ -13,7 +13,7 @@ use crate::shape::Shape;
 type Result<T> = std::result::Result<T, GraphError>;
 
 /// The graph, in whose loops kernels take entries of stacks by their number. Where several `devices` share a batch, each may have only
-/// its part of other stacks, such as weights: they would have to be gathered whole, so their entries stay sliced.
+/// its part of other stacks, such as weights: they would have to be gathered whole, so their entries stay sliced, but for vectors.
 ///
 /// # Errors
 /// None for a well-typed graph.
@@ -195,7 +195,8 @@ impl<'g> Body<'g> {
             let is_of_batch = batch
                 .as_ref()
                 .is_some_and(|batch| batch.operands[at].is_some());
-            *entry = entry.filter(|_| is_of_batch || self.devices == 1);
+            let is_vector = shapes[at].dims.last() == Some(&shapes[at].count());
+            *entry = entry.filter(|_| is_of_batch || is_vector || self.devices == 1);
         }
         let Some(of) = entries.iter().copied().chain([written]).flatten().next() else {
             return Ok(None);

@@ -19,6 +19,9 @@ use super::{Result, is_split};
 /// The nodes that read each node ([`follow::users`]).
 type Users = [Vec<Option<usize>>];
 
+/// The scope of what is the same for all calls.
+const FIRST_ROWS: &str = "first_rows";
+
 /// A product that the kernel takes. Numbers are nodes.
 pub(super) struct Product {
     kernel: RoundedProduct,
@@ -37,7 +40,12 @@ pub(super) struct Product {
 }
 
 impl Product {
-    pub(super) fn call(&self, b: &Builder, copies: &[Tensor]) -> Result<Tensor> {
+    pub(super) fn call(
+        &self,
+        b: &Builder,
+        copies: &[Tensor],
+        shared: &mut Shared,
+    ) -> Result<Tensor> {
         let copy = |id: u32| copies[id as usize];
         let mut weights = copy(self.weights);
         if (self.contracted == 0) != self.kernel.terms_first {
@@ -63,7 +71,7 @@ impl Product {
             operands.push(vector(copy(bias))?);
         }
         if let Some(of) = self.x.noise {
-            operands.extend(noise(b, copy(of.key), self.parts, rows / self.parts)?);
+            operands.extend(shared.noise(b, copy(of.key), self.parts, rows / self.parts)?);
         }
         if let Some(residual) = self.residual {
             operands.push(b.reshape(copy(residual), &[1, rows, columns])?);
@@ -73,12 +81,35 @@ impl Product {
     }
 }
 
-/// The operands that noise is made from: the key, and the first row of each part of the batch, of `rows` rows each.
-fn noise(b: &Builder, key: Tensor, parts: usize, rows: usize) -> Result<[Tensor; 2]> {
-    let key = b.reshape(key, &[1, 1, 2])?;
-    let first = b.iota(Shape::new(DType::U32, [parts, 1, 1]), 0)?;
-    let first = b.mul_scalar(first, rows as f64)?;
-    Ok([key, first])
+/// What several calls take, of which the first one makes it.
+#[derive(Default)]
+pub(super) struct Shared {
+    /// The numbers of the first rows of parts, by the rows of one.
+    first_rows: HashMap<usize, Tensor>,
+    /// The ranges of columns, by the node that they are of, and the groups of parts that share them.
+    ranges: HashMap<(u32, usize), Tensor>,
+}
+
+impl Shared {
+    /// The operands that noise is made from: the key, and the first row of each part of the batch, of `rows` rows each. Each device finds
+    /// its own of these rows among those of all, outside of loops.
+    fn noise(
+        &mut self,
+        b: &Builder,
+        key: Tensor,
+        parts: usize,
+        rows: usize,
+    ) -> Result<[Tensor; 2]> {
+        let key = b.reshape(key, &[1, 1, 2])?;
+        if let Some(first) = self.first_rows.get(&rows) {
+            return Ok([key, *first]);
+        }
+        let outside = b.at(FIRST_ROWS);
+        let first = outside.iota(Shape::new(DType::U32, [parts, 1, 1]), 0)?;
+        let first = outside.mul_scalar(first, rows as f64)?;
+        self.first_rows.insert(rows, first);
+        Ok([key, first])
+    }
 }
 
 /// Decides which products the kernels take.
@@ -394,15 +425,12 @@ pub(super) struct Gradient {
     shape: Shape,
 }
 
-/// The ranges of columns that were found already, by what they are of.
-pub(super) type FoundRanges = HashMap<(u32, usize), Tensor>;
-
 impl Gradient {
     pub(super) fn call(
         &self,
         b: &Builder,
         copies: &[Tensor],
-        found: &mut FoundRanges,
+        shared: &mut Shared,
     ) -> Result<Tensor> {
         let [gradient, x] = self.operands.map(|id| {
             let x = copies[id as usize];
@@ -410,15 +438,15 @@ impl Gradient {
             b.reshape(x, &[self.parts, self.rows, columns])
         });
         let both = [gradient?, x?];
-        let noise = noise(b, copies[self.key as usize], self.parts, self.rows)?;
+        let noise = shared.noise(b, copies[self.key as usize], self.parts, self.rows)?;
         let mut operands = [both, noise].concat();
         for (of, kernel) in self.ranges.iter().flatten().enumerate() {
             let key = (self.sources[of], self.groups);
-            let ranges = match found.get(&key) {
+            let ranges = match shared.ranges.get(&key) {
                 Some(ranges) => *ranges,
                 None => self.ranges_of(b, *kernel, both[of])?,
             };
-            found.insert(key, ranges);
+            shared.ranges.insert(key, ranges);
             operands.push(ranges);
         }
         let mut y = b.push(Op::CustomCall(Arc::new(self.kernel)), &operands)?;

@@ -61,7 +61,7 @@ fn claim(
     let rounded = rounded::Claims::of(graph, features, parts, shared);
     let products = rounded.products(&users);
     let gradients_of_weights = rounded.gradients(&users);
-    let mut ranges = rounded::FoundRanges::new();
+    let mut shared_by_calls = rounded::Shared::default();
     let mut gradients = Gradients::of(features);
     let mut norms = LayerNorms::of(graph, &users, features, parts);
     graph.substitute(&mut |b, i, copies| {
@@ -69,10 +69,10 @@ fn claim(
             return image.call(b, copies).map(Some);
         }
         if let Some(product) = products.get(&i) {
-            return product.call(b, copies).map(Some);
+            return product.call(b, copies, &mut shared_by_calls).map(Some);
         }
         if let Some(gradient) = gradients_of_weights.get(&i) {
-            return gradient.call(b, copies, &mut ranges).map(Some);
+            return gradient.call(b, copies, &mut shared_by_calls).map(Some);
         }
         let node = &graph.nodes[i];
         match &node.op {
