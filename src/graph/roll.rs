@@ -293,7 +293,8 @@ impl<'g> Blocks<'g> {
         let (mut given, shapes) = self.given(&blocks, &step, &after)?;
         for (number, slot) in taken.iter().enumerate() {
             if let Taken::Carried(place) = slot.how
-                && let Some(of_place @ Given::All) = given.get_mut(&place)
+                && let root = shapes.get(&place).unwrap_or(&place)
+                && let Some(of_place @ Given::All) = given.get_mut(root)
                 && self.is_used_behind(slot.values[0], &blocks, &after)
             {
                 *of_place = Given::WithFirst(number);
@@ -598,6 +599,11 @@ impl Run<'_> {
         for (slot, result) in self.taken.iter().zip(&results[1..]) {
             if let Taken::Carried(place) = slot.how {
                 outside.push((last_block[place], *result));
+                if let Some(root) = self.shapes.get(&place) {
+                    let root = last_block[*root];
+                    let dims = &graph.nodes[root as usize].shape.dims;
+                    outside.push((root, b.reshape(*result, dims)?));
+                }
             }
         }
         for ((place, how), result) in self.kept().zip(&results[1 + self.taken.len()..]) {
@@ -611,8 +617,10 @@ impl Run<'_> {
                 // The last block's is carried.
                 Given::WithFirst(slot) => {
                     let first = if self.descends { self.count() } else { 0 };
+                    let taken = self.taken[slot].values[0];
                     let value = entry_of(b, *result, first)?;
-                    outside.push((self.taken[slot].values[0], value));
+                    let dims = &graph.nodes[taken as usize].shape.dims;
+                    outside.push((taken, b.reshape(value, dims)?));
                     let behind = usize::from(!self.descends);
                     let blocks = self.blocks[..self.count() - 1].iter();
                     for (at, block) in blocks.enumerate() {

@@ -195,6 +195,46 @@ fn stacks_are_of_what_other_shapes_are_made_of() {
     assert!(!carried.flatten().any(|input| is_line(&input.shape.dims)));
 }
 
+/// What blocks hand on is another shape of what they compute, and all of it is used behind them, with what the first one takes: one
+/// stack. What they take of vectors are rows, and so is the stack of these.
+#[test]
+fn blocks_hand_on_another_shape_of_what_they_compute() {
+    let b = Builder::new();
+    let model = b.root("m");
+    let x = b.input("x", f32(&[2, WIDTH]), &[]).unwrap();
+    let first = b.tanh(x).unwrap();
+    let mut taken = vec![first];
+    for k in 0..BLOCKS {
+        let at = model.scope("blocks").scope(k);
+        let bias = at.param("bias", f32(&[WIDTH]), Init::Zeros, &[]).unwrap();
+        let row = at.reshape(bias, &[1, 1, WIDTH]).unwrap();
+        let rows = at
+            .broadcast_in_dim(row, &[0, 1, 2], &[1, 2, WIDTH])
+            .unwrap();
+        let flat = at.reshape(taken[k], &[1, 2, WIDTH]).unwrap();
+        let y = at.add(at.tanh(flat).unwrap(), rows).unwrap();
+        taken.push(at.reshape(y, &[2, WIDTH]).unwrap());
+    }
+    let mut z = taken[BLOCKS];
+    for (k, x) in taken.iter().take(BLOCKS).enumerate() {
+        let at = model.scope("afterwards").scope(k);
+        z = at.mul(at.add(z, *x).unwrap(), *x).unwrap();
+    }
+    b.output("z", z, None).unwrap();
+    b.output("last", taken[BLOCKS], None).unwrap();
+    let graph = b.finish();
+    let rolled = roll(graph.clone(), None, 2).unwrap();
+    assert_eq!(loops(&rolled), 2);
+    same_results(&graph, &rolled);
+    let carried = rolled.nodes.iter().filter_map(|node| match &node.op {
+        Op::While { body, .. } => Some(&body.inputs),
+        _ => None,
+    });
+    let dims: Vec<&[usize]> = carried.flatten().map(|i| &i.shape.dims[..]).collect();
+    assert!(dims.contains(&&[BLOCKS, 1, 1, WIDTH][..]), "{dims:?}");
+    assert!(dims.contains(&&[BLOCKS + 1, 1, 2, WIDTH][..]), "{dims:?}");
+}
+
 #[test]
 fn blocks_that_something_outside_connects_stay() {
     let b = Builder::new();
