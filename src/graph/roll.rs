@@ -407,12 +407,43 @@ impl<'g> Blocks<'g> {
         let [features] = of.dims[..] else {
             return None;
         };
-        let row = Op::Reshape(vec![1, 1, features]);
+        let row = vec![1, 1, features];
         let is_stack = slot.how == Taken::Stacked && slot.dims.is_none();
         let mut users = slots.iter().filter(|(_, slot)| **slot == number);
         let are_rows =
-            users.all(|((place, _), _)| self.graph.nodes[block[*place] as usize].op == row);
-        (is_stack && are_rows).then(|| vec![1, 1, features])
+            users.all(|((place, operand), _)| self.takes_row(block, block[*place], *operand, &row));
+        (is_stack && are_rows).then_some(row)
+    }
+
+    /// Whether node `user` of a block takes an operand as such a row, or a derivative does behind the barrier that it is.
+    fn takes_row(&self, block: &[u32], user: u32, operand: usize, row: &[usize]) -> bool {
+        match &self.graph.nodes[user as usize].op {
+            Op::Reshape(dims) => dims == row,
+            Op::OptimizationBarrier if self.is_derivative() => {
+                let of_barrier = |id: &&u32| {
+                    let node = &self.graph.nodes[**id as usize];
+                    node.operands.first() == Some(&user) && node.op == Op::GetTupleElement(operand)
+                };
+                let mut values = block.iter().filter(of_barrier);
+                values.all(|value| {
+                    let reads = |id: &u32| {
+                        let operands = self.graph.nodes[*id as usize].operands.iter();
+                        let at = operands.enumerate().filter(|(_, of)| *of == value);
+                        at.map(|(at, _)| at).collect::<Vec<_>>()
+                    };
+                    let mut users = block
+                        .iter()
+                        .flat_map(|id| reads(id).into_iter().map(move |at| (*id, at)));
+                    users.all(|(user, at)| self.takes_row(block, user, at, row))
+                })
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether these are blocks of the derivative.
+    fn is_derivative(&self) -> bool {
+        self.list.starts_with(BACKWARD)
     }
 
     /// The places whose values are used outside the run; those that are other shapes of what the block computes, with the places of that,
