@@ -32,6 +32,8 @@ pub(super) struct Product {
     bias: Option<u32>,
     /// What is added to the result.
     residual: Option<u32>,
+    /// The scope of the product, which what is added to it has not.
+    scope: String,
     /// The dimension of the weights that is contracted.
     contracted: usize,
     /// Of the result.
@@ -46,6 +48,7 @@ impl Product {
         copies: &[Tensor],
         shared: &mut Shared,
     ) -> Result<Tensor> {
+        let b = &b.at(&self.scope);
         let copy = |id: u32| copies[id as usize];
         let mut weights = copy(self.weights);
         if (self.contracted == 0) != self.kernel.terms_first {
@@ -214,6 +217,7 @@ impl<'a> Claims<'a> {
             wide_weights,
             bias: followed.bias,
             residual,
+            scope: self.graph.scopes[self.graph.nodes[i].scope as usize].to_string(),
             contracted,
             shape: result.clone(),
             parts: self.parts,
