@@ -103,8 +103,7 @@ pub fn dropped(b: &Builder, x: Tensor, key: RandomKey, share: f64) -> Result<Ten
 }
 
 /// The row-major position of every element in `u32` words, of a tensor whose rows lie along its last dimension: the position, which
-/// wraps around, and for tensors of more than 2^32 elements the number of
-/// the word that holds its row, without which two would be equal.
+/// wraps around, and of tensors with more than 2^32 elements the number of the word that holds its row, which tells equal ones apart.
 struct Position {
     high: Option<Tensor>,
     low: Tensor,
