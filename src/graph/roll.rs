@@ -4,7 +4,11 @@
 //! program is as small as one of them. The pass looks at the finished graph, so no model says what repeats: the
 //! derivative's blocks are rolled as those of the forward pass are, and values go from one loop to the other as stacks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod lists;
+
+use std::collections::{BTreeMap, HashMap};
+
+use lists::{entry, lists};
 
 use super::scopes::BACKWARD;
 use super::stack::{entry_of, merged, place_in, run_of, stack};
@@ -61,49 +65,9 @@ fn first_rolled(
     Ok(None)
 }
 
-/// The paths of all lists with `shortest` entries whose numbers follow each other, longer ones after those that they begin
-/// with.
-fn lists(graph: &Graph, shortest: usize) -> Vec<String> {
-    let mut numbers: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
-    for path in &graph.scopes {
-        for (dot, _) in path.match_indices('.') {
-            let list = &path[..dot];
-            if let Some((number, _)) = entry(path, list) {
-                numbers.entry(list).or_default().insert(number);
-            }
-        }
-    }
-    let is_long = |numbers: &BTreeSet<usize>| {
-        let mut length = 0;
-        let mut before = None;
-        numbers.iter().any(|number| {
-            let follows = number
-                .checked_sub(1)
-                .is_some_and(|last| before == Some(last));
-            length = if follows { length + 1 } else { 1 };
-            before = Some(*number);
-            length >= shortest
-        })
-    };
-    let mut lists: Vec<&str> = numbers
-        .iter()
-        .filter(|(_, numbers)| is_long(numbers))
-        .map(|(list, _)| *list)
-        .collect();
-    lists.sort_by_key(|list| list.len());
-    lists.into_iter().map(str::to_string).collect()
-}
-
-/// The entry of `list` that a path lies in, and what follows it.
-fn entry<'p>(path: &'p str, list: &str) -> Option<(usize, &'p str)> {
-    let rest = path.strip_prefix(list)?.strip_prefix('.')?;
-    let end = rest
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(rest.len());
-    let number = rest[..end].parse().ok()?;
-    let rest = &rest[end..];
-    let is_whole = rest.is_empty() || rest.starts_with(['.', '/']);
-    is_whole.then_some((number, rest))
+/// Whether these are blocks of the derivative.
+fn is_derivative(list: &str) -> bool {
+    list.starts_with(BACKWARD)
 }
 
 /// The blocks of one list.
@@ -419,31 +383,17 @@ impl<'g> Blocks<'g> {
     fn takes_row(&self, block: &[u32], user: u32, operand: usize, row: &[usize]) -> bool {
         match &self.graph.nodes[user as usize].op {
             Op::Reshape(dims) => dims == row,
-            Op::OptimizationBarrier if self.is_derivative() => {
-                let of_barrier = |id: &&u32| {
-                    let node = &self.graph.nodes[**id as usize];
-                    node.operands.first() == Some(&user) && node.op == Op::GetTupleElement(operand)
-                };
-                let mut values = block.iter().filter(of_barrier);
-                values.all(|value| {
-                    let reads = |id: &u32| {
-                        let operands = self.graph.nodes[*id as usize].operands.iter();
-                        let at = operands.enumerate().filter(|(_, of)| *of == value);
-                        at.map(|(at, _)| at).collect::<Vec<_>>()
-                    };
-                    let mut users = block
-                        .iter()
-                        .flat_map(|id| reads(id).into_iter().map(move |at| (*id, at)));
-                    users.all(|(user, at)| self.takes_row(block, user, at, row))
+            Op::OptimizationBarrier if is_derivative(self.list) => {
+                let node = |id: &u32| &self.graph.nodes[*id as usize];
+                let value = Op::GetTupleElement(operand);
+                let is_value = |id: &u32| node(id).operands == [user] && node(id).op == value;
+                block.iter().all(|id| {
+                    let mut operands = node(id).operands.iter().enumerate();
+                    operands.all(|(at, of)| !is_value(of) || self.takes_row(block, *id, at, row))
                 })
             }
             _ => false,
         }
-    }
-
-    /// Whether these are blocks of the derivative.
-    fn is_derivative(&self) -> bool {
-        self.list.starts_with(BACKWARD)
     }
 
     /// The places whose values are used outside the run; those that are other shapes of what the block computes, with the places of that,
@@ -739,7 +689,7 @@ impl Run<'_> {
             .collect();
         // What keeps the compiler from sharing values between a block and its derivative keeps nothing apart in here: the
         // block itself is in another loop. It would only keep entries of stacks out of the operations that read them.
-        let is_derivative = self.list.starts_with(BACKWARD);
+        let is_derivative = is_derivative(self.list);
         let mut barred: HashMap<usize, Vec<Tensor>> = HashMap::new();
         for (place, id) in self.blocks[0].iter().enumerate() {
             let node = &graph.nodes[*id as usize];

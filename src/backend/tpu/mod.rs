@@ -67,6 +67,14 @@ impl Features {
         kernel_memory: mosaic::VMEM_BYTES,
     };
 
+    /// Numbers of cores that may share a kernel's columns, the most first: few columns do not divide among all.
+    pub fn cores(self) -> &'static [usize] {
+        match self.one_core {
+            true => &[1],
+            false => &[2, 1],
+        }
+    }
+
     /// Whether a contraction takes less time in int8 than in bfloat16, with what rounds its operands; `kernels` may be used.
     ///
     /// Both operands have as many rows, or columns, as the result has, and a product of as many terms; so what it saves is to

@@ -66,6 +66,16 @@ fn loops(graph: &Graph) -> usize {
         .count()
 }
 
+/// The dimensions of all that loops carry.
+fn carried(graph: &Graph) -> Vec<&[usize]> {
+    let inputs = graph.nodes.iter().filter_map(|node| match &node.op {
+        Op::While { body, .. } => Some(&body.inputs),
+        _ => None,
+    });
+    let dims = inputs.flatten().map(|input| &input.shape.dims[..]);
+    dims.collect()
+}
+
 fn same_results(graph: &Graph, rolled: &Graph) {
     let inputs = values(graph);
     assert_eq!(
@@ -187,12 +197,8 @@ fn stacks_are_of_what_other_shapes_are_made_of() {
     let rolled = roll(graph.clone(), None, 2).unwrap();
     assert_eq!(loops(&rolled), 2);
     same_results(&graph, &rolled);
-    let carried = rolled.nodes.iter().filter_map(|node| match &node.op {
-        Op::While { body, .. } => Some(&body.inputs),
-        _ => None,
-    });
     let is_line = |dims: &[usize]| dims.last() == Some(&(2 * WIDTH));
-    assert!(!carried.flatten().any(|input| is_line(&input.shape.dims)));
+    assert!(!carried(&rolled).into_iter().any(is_line));
 }
 
 /// What blocks hand on is another shape of what they compute, and all of it is used behind them, with what the first one takes: one
@@ -226,11 +232,7 @@ fn blocks_hand_on_another_shape_of_what_they_compute() {
     let rolled = roll(graph.clone(), None, 2).unwrap();
     assert_eq!(loops(&rolled), 2);
     same_results(&graph, &rolled);
-    let carried = rolled.nodes.iter().filter_map(|node| match &node.op {
-        Op::While { body, .. } => Some(&body.inputs),
-        _ => None,
-    });
-    let dims: Vec<&[usize]> = carried.flatten().map(|i| &i.shape.dims[..]).collect();
+    let dims = carried(&rolled);
     assert!(dims.contains(&&[BLOCKS, 1, 1, WIDTH][..]), "{dims:?}");
     assert!(dims.contains(&&[BLOCKS + 1, 1, 2, WIDTH][..]), "{dims:?}");
 }

@@ -178,14 +178,8 @@ impl<'g> LayerNorms<'g> {
         kernel: LayerNorm,
         rows: [Tensor; 2],
     ) -> Result<Option<[Tensor; 2]>> {
-        let cores: &[usize] = if self.features.one_core {
-            &[1]
-        } else {
-            &[2, 1]
-        };
-        let mut sizes = cores
-            .iter()
-            .map(|cores| self.grouped(b, kernel, &rows, *cores));
+        let cores = self.features.cores().iter();
+        let mut sizes = cores.map(|cores| self.grouped(b, kernel, &rows, *cores));
         let Some(sizes) = sizes.find_map(|sizes| sizes) else {
             return Ok(None);
         };

@@ -289,11 +289,8 @@ impl<'a> Claims<'a> {
             cores,
             memory: self.features.kernel_memory,
         };
-        // Few columns do not divide among cores.
-        let cores = if self.features.one_core { 1 } else { 2 };
-        let kernel = [of(cores), of(1)]
-            .into_iter()
-            .find(|kernel| kernel.fits(rows, outputs, inputs))?;
+        let mut kernels = self.features.cores().iter().map(|cores| of(*cores));
+        let kernel = kernels.find(|kernel| kernel.fits(rows, outputs, inputs))?;
         let result = &self.graph.nodes[i].shape;
         let is_bf16 = |id: u32| self.shape(id).dtype == DType::BF16;
         let takes = is_split
@@ -321,12 +318,11 @@ impl<'a> Claims<'a> {
 
     /// The kernel that finds the ranges of a part of `rows` rows.
     fn column_ranges(&self, rows: usize, columns: usize) -> Option<ColumnRanges> {
-        let of = |cores: usize| ColumnRanges {
-            cores,
+        let of = |cores: &usize| ColumnRanges {
+            cores: *cores,
             memory: self.features.kernel_memory,
         };
-        let cores = if self.features.one_core { 1 } else { 2 };
-        let mut kernels = [of(cores), of(1)].into_iter();
+        let mut kernels = self.features.cores().iter().map(of);
         kernels.find(|kernel| kernel.fits(rows, columns))
     }
 
@@ -458,10 +454,8 @@ impl Gradient {
             y = b.transpose(y, &[0, 2, 1])?;
         }
         if self.groups < self.parts {
-            let [_, outputs, inputs] = b.dims(y)[..] else {
-                return b.reshape(y, &self.shape.dims);
-            };
-            let of_groups = [self.groups, self.parts / self.groups, outputs, inputs];
+            let of_groups = [self.groups, self.parts / self.groups];
+            let of_groups = [&of_groups, &b.dims(y)[1..]].concat();
             y = b.sum(b.reshape(y, &of_groups)?, &[1])?;
         }
         b.reshape(y, &self.shape.dims)
