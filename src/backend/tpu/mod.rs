@@ -51,6 +51,8 @@ pub struct Features {
     pub int8: bool,
     /// Whether a device has one core, which then takes all steps of a kernel in order.
     pub one_core: bool,
+    /// Whether its matrix units keep sums of all of a product's terms. Others give those of 128 terms, and the vector units add them.
+    pub keeps_sums: bool,
     /// Of a product in int8 whose operands are rounded in the step: how much `rows * columns / (rows + columns)` is where the
     /// product saves as much time as rounding takes. `None` where products in int8 save none.
     pub int8_break_even: Option<usize>,
@@ -63,6 +65,7 @@ impl Features {
     pub const UNKNOWN: Features = Features {
         int8: false,
         one_core: false,
+        keeps_sums: false,
         int8_break_even: None,
         kernel_memory: mosaic::VMEM_BYTES,
     };

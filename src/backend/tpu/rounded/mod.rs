@@ -18,8 +18,6 @@ use super::mosaic::{Kernel, LANES, Noise, Place, Value as KernelValue, Window};
 
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
-/// Columns that are rounded at a time: what is between fits the registers.
-const ROUNDED_COLUMNS: usize = 1280;
 
 /// The windows of a key's words, `u32[1, 1, 2]`, and of the number of the first row of each part of the batch in the tensor that is
 /// rounded, `u32[parts, 1, 1]`.
