@@ -118,7 +118,7 @@ const ALL: [&str; 3] = [
 #[test]
 fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
     // One block, of a weight that lies as it is, is shared along its outputs, or along its inputs; several blocks of rows, and columns that cores
-    // do not share; several of columns; a part of the batch that is one entry, and one that is two.
+    // do not share; several of columns, and of terms on either side of the weight; a part of the batch that is one entry, and one that is two.
     let one_core = (None, Chip::V5e);
     let two_cores = (None, Chip::V5p);
     let shared = |dim: usize, chip| (Some(dim), chip);
@@ -134,6 +134,7 @@ fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
         // Too many rows for parts of a block.
         ([1, 4224, 128, 128], 1, &[one_core]),
         ([1, 128, 128, 1408], 1, &[one_core]),
+        ([1, 128, 1408, 128], 1, &[one_core]),
         ([2, 128, 256, 256], 2, &[one_core]),
         ([4, 64, 128, 256], 2, &[two_cores]),
     ];
