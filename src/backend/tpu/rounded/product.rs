@@ -178,7 +178,7 @@ impl RoundedProduct {
 
     /// Keeps some rows of a block as integers, with their scales.
     fn round(&self, k: &mut Kernel, part: Part, blocks: Blocks, terms: usize) {
-        let width = block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms);
+        let width = run_of(terms);
         let columns = || (0..terms).step_by(width);
         for row in (0..part.rows).step_by(TILE_ROWS) {
             let first = k.row(part.first + row);
@@ -228,7 +228,7 @@ impl RoundedProduct {
         let mut sums = k.splat(DType::S32, [rows, columns], 0.0);
         let width = match self.keeps_sums {
             true => terms,
-            false => block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms),
+            false => run_of(terms),
         };
         for at in (0..terms).step_by(width) {
             let x = k.kept_part(part.integers, [0, at], [rows, width]);
@@ -304,6 +304,11 @@ impl RoundedProduct {
             && expected.iter().eq(rest.iter().copied());
         fits.then_some([rows, terms, columns])
     }
+}
+
+/// As many terms as are rounded at a time; all of them where no whole tiles divide them.
+fn run_of(terms: usize) -> usize {
+    block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms)
 }
 
 /// The rows of a block in [`PARTS`] parts of whole tiles, or all of them.
