@@ -160,12 +160,14 @@ fn products_and_convolutions_of_bf16_are_their_bodies() {
 
 #[test]
 fn an_int8_product_is_its_body() {
-    // Whole blocks; rows, terms and columns that fill none; several blocks of columns; several of rows.
+    // Whole blocks; rows, terms and columns that fill none; several blocks of columns; several of rows; terms that
+    // are multiplied in runs.
     let cases = [
         [1, 32, 128, 16],
         [2, 25, 40, 30],
         [1, 40, 8, 1536],
         [1, 260, 24, 16],
+        [1, 40, 1536, 16],
     ];
     for case in cases {
         let graph = linear(case);
