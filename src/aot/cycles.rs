@@ -9,6 +9,10 @@
 //! more of them: the difference is what a step takes without the transfers before the first one and after the last. The
 //! simulation knows the latency of transfers but not the bandwidth of HBM, so no kernel is faster than its bytes.
 //!
+//! Of a kernel whose smallest part takes longer the loops are simulated with fewer trips, two and three of which tell what all take: a part
+//! of an attention's gradients with all trips takes 27 s, as what the simulation takes grows faster than the trips. Its cycles do not: from the second on
+//! each adds as many.
+//!
 //! Two cores of a v4 or a v5p share the steps of a grid: simulated for a v5p, 1, 3 and 9 steps took as long as 1, 2 and
 //! 5 steps of one core. So the parts that are compared keep both busy.
 
@@ -35,6 +39,9 @@ const MOST_CYCLES: f64 = 10_000.0;
 /// v5p, and more memory than a machine of 24 GB had. That is the same for chips of other peak rates: what is simulated are instructions.
 const MOST_FLOPS_OF_LAST: f64 = 1e10;
 const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
+
+/// Trips of loops that are simulated together, two and then three of [`common_trips`]: fewer in all are simulated at once.
+const SIMULATED_TRIPS: u64 = 5;
 
 /// What the simulation of a kernel told.
 #[derive(Debug, Clone, Copy)]
@@ -84,8 +91,8 @@ impl ChipSimulator {
         stop: &AtomicBool,
     ) -> Result<Simulated, SimulationError> {
         let chip = self.chip;
-        let mut simulate = |grid: Option<&Grid>| {
-            let cycles = self.simulate(&module(&call.code, grid), stop)?;
+        let mut simulate = |grid: Option<&Grid>, trips: Option<Trips>| {
+            let cycles = self.simulate(&module(&call.code, grid, trips), stop)?;
             Ok::<f64, SimulationError>(cycles as f64)
         };
         let whole = grid_of(&call.code.text);
@@ -99,16 +106,29 @@ impl ChipSimulator {
         });
         let Some((whole, parts)) = parts else {
             return Ok(Simulated {
-                cycles: simulate(None)?,
+                cycles: simulate(None, None)?,
                 share: 1.0,
             });
         };
-        let times = parts.iter().map(|part| simulate(Some(part)));
+        let least_of_part = least / whole.steps() as f64 * parts[0].steps() as f64;
+        let common = match least_of_part > MOST_CYCLES {
+            true => common_trips(&call.code.text).filter(|common| *common > SIMULATED_TRIPS),
+            false => None,
+        };
+        let times = parts.iter().map(|part| {
+            let Some(common) = common else {
+                return simulate(Some(part), None);
+            };
+            let mut of_trips = |simulated| simulate(Some(part), Some(Trips { simulated, common }));
+            let (two, three) = (of_trips(2)?, of_trips(3)?);
+            Ok(two + (three - two) * (common - 2) as f64)
+        });
         let times: Vec<f64> = times.collect::<Result<_, _>>()?;
         let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
+        let of_trips = common.map_or(1.0, |common| 3.0 / common as f64);
         Ok(Simulated {
             cycles: whole.extrapolated(&parts, &times, cores),
-            share: most as f64 / whole.steps() as f64,
+            share: most as f64 / whole.steps() as f64 * of_trips,
         })
     }
 
@@ -271,8 +291,48 @@ fn grid_of(text: &str) -> Option<Grid> {
     })
 }
 
-/// The configuration of a call of `code`, with another grid if one is given.
-fn configuration(code: &KernelCode, grid: Option<&Grid>) -> String {
+/// How many trips of each loop are simulated: `simulated` of `common`, which all loops have or have a multiple of.
+#[derive(Clone, Copy, Debug)]
+struct Trips {
+    simulated: u64,
+    common: u64,
+}
+
+static TRIPS: LazyLock<Option<Regex>> =
+    LazyLock::new(|| Regex::new(r"_u = arith\.constant ([0-9]+) : i32").ok());
+
+/// The largest number that divides the trips of all loops of a kernel's text. `None` where there are none, or one is inside of another: cycles are then not
+/// linear in it.
+fn common_trips(text: &str) -> Option<u64> {
+    let mut common: Option<u64> = None;
+    // The braces that are open, and those that were at the loop that is.
+    let (mut open, mut at_loop) = (0i64, None);
+    for line in text.lines() {
+        if let Some(trips) = TRIPS.as_ref()?.captures(line) {
+            let trips: u64 = trips[1].parse().ok()?;
+            common = Some(common.map_or(trips, |common| common_divisor(common, trips)));
+        }
+        if line.contains("scf.for") {
+            if at_loop.is_some() {
+                return None;
+            }
+            at_loop = Some(open);
+        }
+        open += line.matches('{').count() as i64 - line.matches('}').count() as i64;
+        at_loop = at_loop.filter(|before| open > *before);
+    }
+    common
+}
+
+fn common_divisor(a: u64, b: u64) -> u64 {
+    match b {
+        0 => a,
+        b => common_divisor(b, a % b),
+    }
+}
+
+/// The configuration of a call of `code`, with another grid and fewer trips if such are given.
+fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -> String {
     let mut text = Cow::from(&code.text);
     if let Some((grid, place)) = grid.zip(BOUNDS.as_ref()) {
         let bounds = grid.outer.iter().chain([&grid.last]);
@@ -280,12 +340,20 @@ fn configuration(code: &KernelCode, grid: Option<&Grid>) -> String {
         let bounds = format!("iteration_bounds = array<i64: {}>", bounds.join(", "));
         text = Cow::from(place.replacen(&text, 1, bounds.as_str()).into_owned());
     }
+    if let Some((trips, place)) = trips.zip(TRIPS.as_ref()) {
+        let fewer = |found: &regex::Captures<'_>| {
+            let all: u64 = found[1].parse().unwrap_or(trips.common);
+            let fewer = all / trips.common * trips.simulated;
+            format!("_u = arith.constant {fewer} : i32")
+        };
+        text = Cow::from(place.replace_all(&text, fewer).into_owned());
+    }
     backend_config(&text, code.memory, None)
 }
 
-/// A StableHLO module of one call of `code`, with another grid if one is given. Its arguments and its result have the call's layouts: the compiler would otherwise
+/// A StableHLO module of one call of `code`, with another grid and fewer trips of loops if such are given. Its arguments and its result have the call's layouts: the compiler would otherwise
 /// choose others for some, and add copies, which would be simulated too, for minutes, and count as the kernel's.
-fn module(code: &KernelCode, grid: Option<&Grid>) -> String {
+fn module(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -> String {
     let places = 0..code.operands.len();
     let names: Vec<String> = places.map(|i| format!("%arg{i}")).collect();
     let with_layout = |of: &String| {
@@ -306,7 +374,7 @@ fn module(code: &KernelCode, grid: Option<&Grid>) -> String {
         arguments.join(", "),
         with_layout(&code.result),
         names.join(", "),
-        configuration(code, grid)
+        configuration(code, grid, trips)
             .replace('\\', "\\5C")
             .replace('"', "\\22"),
         layouts.join(", "),
@@ -355,8 +423,36 @@ mod tests {
         assert_eq!(of("2, 5, 8"), Some(grid(&[2, 5], 8)));
         assert_eq!(of("64"), Some(grid(&[], 64)));
         assert_eq!(grid_of("module {}"), None);
-        let replaced = configuration(&code("2, 5, 8"), Some(&grid(&[1, 3], 2)));
-        assert_eq!(replaced, configuration(&code("1, 3, 2"), None));
+        let replaced = configuration(&code("2, 5, 8"), Some(&grid(&[1, 3], 2)), None);
+        assert_eq!(replaced, configuration(&code("1, 3, 2"), None, None));
+    }
+
+    #[test]
+    fn trips_of_all_loops_are_shortened_alike() {
+        let looped = |trips: u64, body: &str| {
+            format!(
+                "%v{trips}_u = arith.constant {trips} : i32\nscf.for %v{trips} = %l to %v{trips}_u {{\n{body}scf.yield\n}}\n"
+            )
+        };
+        let branch = "scf.if %c {\n} else {\n}\n";
+        let loops = |trips: [u64; 2]| trips.map(|trips| looped(trips, branch)).concat();
+        assert_eq!(common_trips(&loops([24, 16])), Some(8));
+        assert_eq!(common_trips(branch), None);
+        assert_eq!(common_trips(&looped(8, &looped(16, branch))), None);
+        let of = |text: String| KernelCode { text, ..code("1") };
+        let trips = Trips {
+            simulated: 3,
+            common: 8,
+        };
+        let fewer = configuration(&of(loops([24, 16])), None, Some(trips));
+        assert_eq!(
+            fewer,
+            configuration(
+                &of(loops([9, 6]).replace("%v9", "%v24").replace("%v6", "%v16")),
+                None,
+                None
+            )
+        );
     }
 
     #[test]
@@ -427,7 +523,7 @@ mod tests {
 
     #[test]
     fn arguments_and_result_have_the_calls_layouts() {
-        let text = module(&code("1"), None);
+        let text = module(&code("1"), None, None);
         let main = text.lines().nth(1).unwrap();
         assert_eq!(
             main.trim(),
