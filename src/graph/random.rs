@@ -180,18 +180,45 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     b.mul(radius, b.cos(angle)?)
 }
 
-/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding, from [`rounding_bits`].
+/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding: a multiple of 2^-23.
+///
+/// Every element that is rounded takes one, so it has to be cheap and unbiased, but not Threefry: as [`rounding_bits`], but that positions are
+/// multiplied first, which kernels do for a whole block at once, and that the second product is taken as it is, whose highest bits depend on
+/// all below them. Correlations of elements at 22 distances, and of columns and rows of matrices, are those of independent numbers.
+///
+/// # Errors
+/// None for the words of a key.
 pub fn rounding_noise(
     b: &Builder,
     key: RandomKey,
     stream: RoundingStream,
     dims: &[usize],
 ) -> Result<Tensor> {
-    let bits = rounding_bits(b, key, stream, dims)?;
-    b.add_scalar(unit(b, bits)?, -0.5)
+    noise_of(b, key, stream, Position::new(b, dims, WORD)?)
 }
 
-/// By how much the number of the word that holds a row adds to the low word of a key of [`rounding_bits`].
+/// What [`rounding_noise`] multiplies positions with.
+pub const POSITION_FACTOR: u32 = 0x9E37_79B1;
+
+fn noise_of(
+    b: &Builder,
+    key: RandomKey,
+    stream: RoundingStream,
+    position: Position,
+) -> Result<Tensor> {
+    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
+    let low = low_of(b, key, position.high)?;
+    let times = |x: Tensor, factor: u32| b.mul(x, word(b, x, factor)?);
+    let x = b.add(times(position.low, POSITION_FACTOR)?, low)?;
+    let x = b.binary(Binary::Xor, x, high)?;
+    let x = times(shift_xor(b, x, 16)?, ROUNDING_FACTORS[0])?;
+    let x = times(shift_xor(b, x, 15)?, ROUNDING_FACTORS[1])?;
+    let top = b.binary(Binary::ShiftRightLogical, x, word(b, x, 9)?)?;
+    let unit = b.mul_scalar(b.convert(top, DType::F32)?, 2f64.powi(-23))?;
+    b.add_scalar(unit, -0.5)
+}
+
+/// By how much the number of the word that holds a row adds to the low word of a key.
 pub const WORDS_FACTOR: u32 = 0x85EB_CA6B;
 
 /// The key of [`rounding_noise_at`] for the elements of `row`, of a tensor with 2^`rows` rows in a word of positions.
@@ -205,9 +232,9 @@ pub fn key_of_row([high, low]: [u32; 2], row: u32, rows: u32) -> [u32; 2] {
 /// The factors of the hash of [`rounding_bits`].
 pub const ROUNDING_FACTORS: [u32; 2] = [0x7FEB_352D, 0x846C_A68B];
 
-/// Uniform bits for stochastic rounding, `u32`.
+/// Uniform bits for stochastic rounding to bf16, and for masks, `u32`.
 ///
-/// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
+/// Rounding and masks need bits that are cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
 /// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
 pub fn rounding_bits(
     b: &Builder,
@@ -225,27 +252,37 @@ fn bits_of(
     position: Position,
 ) -> Result<Tensor> {
     let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
-    let shift_xor = |x: Tensor, bits: u32| {
-        let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
-        b.binary(Binary::Xor, x, shifted)
-    };
-    let mut low = key.low;
-    if let Some(rows) = position.high {
-        low = b.add(b.mul(rows, word(b, rows, WORDS_FACTOR)?)?, low)?;
-    }
+    let low = low_of(b, key, position.high)?;
     let mut x = b.binary(Binary::Xor, position.low, high)?;
-    x = shift_xor(x, 16)?;
+    x = shift_xor(b, x, 16)?;
     x = b.mul(x, word(b, x, ROUNDING_FACTORS[0])?)?;
-    x = shift_xor(x, 15)?;
+    x = shift_xor(b, x, 15)?;
     x = b.add(x, low)?;
     x = b.mul(x, word(b, x, ROUNDING_FACTORS[1])?)?;
-    shift_xor(x, 16)
+    shift_xor(b, x, 16)
+}
+
+/// The low word of the key, for rows in words of these numbers.
+fn low_of(b: &Builder, key: RandomKey, words: Option<Tensor>) -> Result<Tensor> {
+    match words {
+        None => Ok(key.low),
+        Some(words) => b.add(b.mul(words, word(b, words, WORDS_FACTOR)?)?, key.low),
+    }
+}
+
+fn shift_xor(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
+    let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
+    b.binary(Binary::Xor, x, shifted)
 }
 
 /// [`rounding_noise`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low
 /// words.
-pub fn rounding_noise_at(key: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
-    (rounding_bits_at(key, stream, position) >> 8) as f32 * 2f32.powi(-24) - 0.5
+pub fn rounding_noise_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
+    let x =
+        position.wrapping_mul(POSITION_FACTOR).wrapping_add(low) ^ high.wrapping_add(stream.salt());
+    let x = (x ^ (x >> 16)).wrapping_mul(ROUNDING_FACTORS[0]);
+    let x = (x ^ (x >> 15)).wrapping_mul(ROUNDING_FACTORS[1]);
+    (x >> 9) as f32 * 2f32.powi(-23) - 0.5
 }
 
 /// [`rounding_bits`] of the element at `position` of such a tensor.
@@ -367,12 +404,24 @@ mod tests {
         b.output("high", split.high.unwrap(), None).unwrap();
         let bits = bits_of(&b, k, RoundingStream(0), split).unwrap();
         b.output("bits", bits, None).unwrap();
+        let split = Position::new(&b, &dims, 11).unwrap();
+        let noise = noise_of(&b, k, RoundingStream(3), split).unwrap();
+        b.output("noise", noise, None).unwrap();
         let found = run(&b.finish());
         let expected = |of: &dyn Fn(u32) -> u32| (0..20).map(|i| f64::from(of(i))).collect();
         let all: Vec<Vec<f64>> = vec![
             expected(&|i| i),
             expected(&|i| i / 8),
             expected(&|i| rounding_bits_at(key_of_row([7, 42], i / 2, 2), RoundingStream(0), i)),
+            (0..20)
+                .map(|i| {
+                    f64::from(rounding_noise_at(
+                        key_of_row([7, 42], i / 2, 2),
+                        RoundingStream(3),
+                        i,
+                    ))
+                })
+                .collect(),
         ];
         assert_eq!(found, all);
     }
@@ -387,6 +436,30 @@ mod tests {
         let b = Builder::new();
         let large = Position::new(&b, &[4, 256, 4096, 5120], WORD).unwrap();
         assert!(large.high.is_some());
+    }
+
+    /// Elements that go into one sum lie beside each other, or a row's length apart. Their noise is as that of independent numbers: pairs fill
+    /// a grid of 16 by 16 cells evenly, which a bound of five standard errors of chi squared tells.
+    #[test]
+    fn noise_of_one_sum_is_independent() {
+        const COUNT: usize = 1 << 16;
+        const CELLS: usize = 16;
+        for (key, first) in [([0, 0], 0), ([0x1234_5678, 0x9ABC_DEF0], 1 << 31)] {
+            let noise = |i: usize| rounding_noise_at(key, RoundingStream(0), first + i as u32);
+            let cell = |i: usize| ((noise(i) + 0.5) * CELLS as f32) as usize;
+            let cells: Vec<usize> = (0..COUNT + 65536).map(cell).collect();
+            for distance in [1, 2, 3, 8, 64, 128, 320, 640, 1280, 5120, 10_240, 65_536] {
+                let mut counts = [0u32; CELLS * CELLS];
+                for (one, other) in cells.iter().zip(&cells[distance..]).take(COUNT) {
+                    counts[one * CELLS + other] += 1;
+                }
+                let mean = COUNT as f64 / counts.len() as f64;
+                let squares = counts.map(|count| (f64::from(count) - mean).powi(2) / mean);
+                let degrees = counts.len() as f64 - 1.0;
+                let excess = (squares.iter().sum::<f64>() - degrees) / (2.0 * degrees).sqrt();
+                assert!(excess < 5.0, "{key:?}, {distance} apart: {excess}");
+            }
+        }
     }
 
     #[test]

@@ -181,6 +181,21 @@ pub(super) fn rounded(k: &mut Kernel, x: KernelValue) -> KernelValue {
     k.convert(x, DType::F32)
 }
 
+/// Where rows have more terms than these, products of rows that the same step rounds are of [`TERMS_AT_A_TIME`]: some are multiplied while
+/// others are rounded. Of inference 8,192 rows of 2,560 terms and 640 columns take 137,570 cycles so on a v5e, and 150,594 as one product; of
+/// training 1,024 rows of 10,240 and 1,280, rounded at random, 145,521 and 196,863. Runs of 640 of 1,280 terms would take 25,740 cycles in
+/// place of 23,916.
+const MOST_TERMS_AT_ONCE: usize = 1280;
+const TERMS_AT_A_TIME: usize = 640;
+
+/// As many terms of rows as are multiplied at a time where the same step rounds them.
+pub(super) fn run_of(terms: usize) -> usize {
+    match terms > MOST_TERMS_AT_ONCE {
+        true => block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms),
+        false => terms,
+    }
+}
+
 /// Whole tiles of `tile` rows that divide all rows, up to `most`, the largest first.
 pub(super) fn blocks_of_rows(rows: usize, tile: usize, most: usize) -> impl Iterator<Item = usize> {
     let blocks = (1..=most / tile).rev().map(move |tiles| tiles * tile);

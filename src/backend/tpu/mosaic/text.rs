@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::dtype::DType;
-use crate::graph::random::{ROUNDING_FACTORS, WORDS_FACTOR};
+use crate::graph::random::{POSITION_FACTOR, ROUNDING_FACTORS, WORDS_FACTOR};
 
 use super::{
     Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
@@ -546,7 +546,7 @@ impl Kernel {
         text.push('\n');
     }
 
-    /// [`crate::graph::random::rounding_bits_at`] of the position of each element, as a number.
+    /// [`crate::graph::random::rounding_noise_at`] of the position of each element.
     fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: &str) {
         let bits = &of.replace("xf32>", "xi32>");
         let mut lines = Lines {
@@ -592,7 +592,10 @@ impl Kernel {
         let columns = number(&mut lines, noise.columns);
         let origin = lines.push(format!("arith.muli {row}, {columns} : i32"));
         let origin = lines.push(format!("arith.addi {origin}, {column} : i32"));
-        let [origin, high, low] = [origin, high, low]
+        let factor = lines.push(format!("arith.constant {} : i32", POSITION_FACTOR as i32));
+        let origin = lines.push(format!("arith.muli {origin}, {factor} : i32"));
+        let origin = lines.push(format!("arith.addi {origin}, {low} : i32"));
+        let [origin, high] = [origin, high]
             .map(|word| lines.push(format!("vector.broadcast {word} : i32 to {bits}")));
 
         let splat = |lines: &mut Lines, number: u32| {
@@ -601,42 +604,39 @@ impl Kernel {
         let apply = |lines: &mut Lines, op: &str, a: &str, b: &str| {
             lines.push(format!("arith.{op} {a}, {b} : {bits}"))
         };
-        let [rows, along] = [0, 1].map(|dim| {
-            lines.push(format!(
-                "tpu.iota {{dimensions = array<i32: {dim}>}} : {bits}"
-            ))
-        });
-        let columns = splat(&mut lines, noise.columns as u32);
-        let rows = apply(&mut lines, "muli", &rows, &columns);
-        let within = apply(&mut lines, "addi", &rows, &along);
-        let position = apply(&mut lines, "addi", &within, &origin);
-        let shifted = |lines: &mut Lines, x: &str, by: u32| {
-            let by = splat(lines, by);
-            let high = apply(lines, "shrui", x, &by);
-            apply(lines, "xori", x, &high)
-        };
         let times = |lines: &mut Lines, x: &str, factor: u32| {
             let factor = splat(lines, factor);
             apply(lines, "muli", x, &factor)
         };
-        let x = apply(&mut lines, "xori", &position, &high);
-        let x = shifted(&mut lines, &x, 16);
-        let x = times(&mut lines, &x, ROUNDING_FACTORS[0]);
-        let x = shifted(&mut lines, &x, 15);
-        let x = apply(&mut lines, "addi", &x, &low);
-        let x = times(&mut lines, &x, ROUNDING_FACTORS[1]);
-        let x = shifted(&mut lines, &x, 16);
-
-        // The 24 highest bits as a number in [-0.5, 0.5).
-        let by = splat(&mut lines, 8);
-        let top = apply(&mut lines, "shrui", &x, &by);
-        let top = lines.push(format!("arith.sitofp {top} : {bits} to {of}"));
-        let [unit, half] = [2f32.powi(-24), 0.5].map(|number| {
-            let number = number.to_bits();
-            lines.push(format!("arith.constant dense<{number:#010X}> : {of}"))
+        // What is the same for all matrices of this size is computed once.
+        let strides = [noise.columns as u32, 1].map(|stride| stride.wrapping_mul(POSITION_FACTOR));
+        let [rows, along] = [0, 1].map(|dim| {
+            let index = lines.push(format!(
+                "tpu.iota {{dimensions = array<i32: {dim}>}} : {bits}"
+            ));
+            times(&mut lines, &index, strides[dim])
         });
-        let share = lines.push(format!("arith.mulf {top}, {unit} : {of}"));
-        let _ = writeln!(lines.text, "{name} = arith.subf {share}, {half} : {of}");
+        let within = apply(&mut lines, "addi", &rows, &along);
+        let x = apply(&mut lines, "addi", &within, &origin);
+        let mut x = apply(&mut lines, "xori", &x, &high);
+        for (by, factor) in [16, 15].into_iter().zip(ROUNDING_FACTORS) {
+            let by = splat(&mut lines, by);
+            let upper = apply(&mut lines, "shrui", &x, &by);
+            x = apply(&mut lines, "xori", &x, &upper);
+            x = times(&mut lines, &x, factor);
+        }
+
+        // The 23 highest bits are the fraction of a number in [1, 2).
+        let by = splat(&mut lines, 9);
+        let fraction = apply(&mut lines, "shrui", &x, &by);
+        let one = splat(&mut lines, 1f32.to_bits());
+        let number = apply(&mut lines, "ori", &fraction, &one);
+        let number = lines.push(format!("tpu.bitcast {number} : {bits} -> {of}"));
+        let middle = lines.push(format!(
+            "arith.constant dense<{:#010X}> : {of}",
+            1.5f32.to_bits()
+        ));
+        let _ = writeln!(lines.text, "{name} = arith.subf {number}, {middle} : {of}");
     }
 
     fn repetition(

@@ -3,7 +3,8 @@
 use crate::dtype::DType;
 
 use super::super::arithmetic::{
-    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers, scales,
+    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers, run_of,
+    scales,
 };
 use super::super::gated::gated;
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
@@ -11,13 +12,6 @@ use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS};
 
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.
 const GATED_COLUMNS: usize = LANES;
-
-/// Rows that a step rounds are multiplied [`TERMS_AT_A_TIME`] where they have more terms than these: some are then multiplied while others
-/// are rounded. 8,192 rows of 2,560 terms and 640 columns take 137,570 cycles so on a v5e, and 150,594 as one product; 2,048 rows of 5,120
-/// and 1,280 take 131,101 and 138,494. On a v6e they take 81,142 and 85,238, 76,084 and 80,596, but 1,280 terms would take 19,252 in place
-/// of 18,348.
-const MOST_TERMS_AT_ONCE: usize = 1280;
-const TERMS_AT_A_TIME: usize = 640;
 
 impl Product {
     /// Multiplies and stores the blocks of a step.
@@ -175,10 +169,8 @@ impl Product {
     ) -> KernelValue {
         let mut sums = k.splat(self.arithmetic.sum(), [rows, columns], 0.0);
         let width = match activation.rows {
-            Rows::Computed(_) if terms > MOST_TERMS_AT_ONCE => {
-                block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms)
-            }
-            Rows::Computed(_) | Rows::Kept(_) | Rows::Whole(_) => terms,
+            Rows::Computed(_) => run_of(terms),
+            Rows::Kept(_) | Rows::Whole(_) => terms,
         };
         for at in (0..terms).step_by(width) {
             let x = match activation.rows {

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns, blocks_of_rows, scales};
+use super::super::arithmetic::{MOST_TERMS, block_of_columns, blocks_of_rows, run_of, scales};
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, Noise, Place, Scratch, Value as KernelValue, Window};
 use super::{TILE_ROWS, integers, noise_windows};
@@ -14,10 +14,6 @@ const MOST_COLUMNS: usize = 1280;
 const MOST_ROWS: usize = 512;
 /// Parts of a block's rows. On a v5p 1,024 rows of 1,280 terms that are rounded at random take 12,561 cycles so, and 14,981 in one.
 const PARTS: usize = 4;
-/// Terms that are rounded at a time, at most, and multiplied where matrix units keep no sums: these products wait for no other terms to be
-/// rounded. On a v5e 1,024 rows of 10,240 terms take 146,207 cycles so, and 196,863 where all are multiplied at once. On a v6e, which
-/// keeps sums, 1,024 rows of 1,280 terms and 10,240 columns take 63,059 and 47,875.
-const TERMS_AT_A_TIME: usize = 640;
 /// Terms of rows that are multiplied in parts, at most: 4,096 rows of 5,120 take 148,443 cycles so, and 122,127 in one. Nor do parts help
 /// where rows are rounded in a step of their own, which is the first of several blocks of columns.
 const MOST_TERMS_IN_PARTS: usize = 2560;
@@ -304,11 +300,6 @@ impl RoundedProduct {
             && expected.iter().eq(rest.iter().copied());
         fits.then_some([rows, terms, columns])
     }
-}
-
-/// As many terms as are rounded at a time; all of them where no whole tiles divide them.
-fn run_of(terms: usize) -> usize {
-    block_of_columns(terms, TERMS_AT_A_TIME).unwrap_or(terms)
 }
 
 /// The rows of a block in [`PARTS`] parts of whole tiles, or all of them.
