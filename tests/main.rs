@@ -57,6 +57,7 @@ mod tpu_heads;
 mod tpu_kernels;
 mod tpu_recorded;
 mod tpu_rounded;
+mod tpu_rows;
 mod tpu_stacks;
 mod train;
 mod vae;

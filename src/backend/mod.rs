@@ -229,13 +229,21 @@ impl Backend {
         }
     }
 
-    /// The graph of a program for so many devices, in whose loops kernels read and write entries of stacks where they lie.
+    /// The graph of a program for so many devices, which share a batch in so many parts. Its kernels read rows of what others gave where they
+    /// lie, and those in loops read and write entries of stacks.
     ///
     /// # Errors
     /// None for a well-typed graph.
-    pub fn in_stacks(&self, graph: Graph, devices: usize) -> Result<Graph, GraphError> {
+    pub fn in_place(
+        &self,
+        graph: Graph,
+        devices: usize,
+        parts: usize,
+    ) -> Result<Graph, GraphError> {
         match self {
-            Backend::Tpu { kernels: true, .. } => tpu::in_stacks(&graph, devices),
+            Backend::Tpu { kernels: true, .. } => {
+                tpu::in_stacks(&tpu::in_rows(&graph, parts)?, devices)
+            }
             Backend::Cpu { .. } | Backend::Gpu { .. } | Backend::Tpu { kernels: false, .. } => {
                 Ok(graph)
             }

@@ -54,6 +54,15 @@ pub struct Stacks {
     pub result: bool,
 }
 
+/// The rows of an array `[batch, rows, columns]` that an operand of a call is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    pub first: usize,
+    pub count: usize,
+    /// Whether the operand is `[1, batch * count, columns]`; otherwise `[batch, count, columns]`.
+    pub is_merged: bool,
+}
+
 /// A kernel with its attributes.
 ///
 /// The one open set of the graph: which kernels there are is for each backend to say, and backends stand above the
@@ -122,6 +131,18 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// them the stack that the result is put into, if any is. `None` where the kernel cannot.
     fn in_stacks(self: Arc<Self>, stacks: &Stacks) -> Option<Arc<dyn CustomCall>> {
         let _ = stacks;
+        None
+    }
+
+    /// A call that does the same, but reads the operands that `rows` says it of where they lie: `operands` are then the arrays that have these
+    /// rows. Where the batch is in several `parts`, they are those of all. `None` where the kernel cannot.
+    fn in_rows(
+        self: Arc<Self>,
+        rows: &[Option<Rows>],
+        operands: &[&Shape],
+        parts: usize,
+    ) -> Option<Arc<dyn CustomCall>> {
+        let _ = (rows, operands, parts);
         None
     }
 

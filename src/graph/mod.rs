@@ -33,7 +33,7 @@ pub use attributes::{
 };
 pub use builder::Builder;
 pub use composite::{Composite, Contraction, grouped_dims};
-pub use custom_call::{Attribute, Batch, Configuration, CustomCall, Stacks};
+pub use custom_call::{Attribute, Batch, Configuration, CustomCall, Rows, Stacks};
 pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::{ContractionFlops, contraction_flops, flops};

@@ -142,6 +142,8 @@ pub fn lower(
         Some(_) => backend,
         None => backend.without_kernels(),
     };
+    let devices = options.mesh.num_devices();
+    let in_place = |graph| kernels.in_place(graph, devices, parts.unwrap_or(1));
     let target = Target::new(kernels, options)?;
     let (staged, slower) = match &traced.update {
         None => {
@@ -164,9 +166,9 @@ pub fn lower(
                 graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
-            let graph = kernels.in_stacks(graph, options.mesh.num_devices())?;
+            let graph = in_place(graph)?;
             let mut staged = stage(&graph, &traced.request())?;
-            if options.mesh.num_devices() == 1 {
+            if devices == 1 {
                 staged.step = kernels.fuse(staged.step)?;
             }
             (staged, slower)
@@ -180,7 +182,7 @@ pub fn lower(
             let staged = Staged {
                 load: Vec::new(),
                 request: None,
-                step: kernels.in_stacks(step, options.mesh.num_devices())?,
+                step: in_place(step)?,
             };
             (staged, slower)
         }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Batch, Configuration, CustomCall, InferError, Stacks, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError, Rows, Stacks, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{CostEstimate, Kernel, evaluated};
+use super::rows::InRows;
 
 /// A call of a kernel. Its operands are the kernel's windows, in order, and behind them is the result.
 pub trait KernelCall: Any + Debug + Send + Sync {
@@ -106,6 +107,15 @@ impl<T: KernelCall> CustomCall for T {
             call: self,
             stacks: stacks.clone(),
         }))
+    }
+
+    fn in_rows(
+        self: Arc<Self>,
+        rows: &[Option<Rows>],
+        operands: &[&Shape],
+        parts: usize,
+    ) -> Option<Arc<dyn CustomCall>> {
+        Some(Arc::new(InRows::of(self, rows, operands, parts)?))
     }
 }
 

@@ -270,6 +270,17 @@ impl Kernel {
         self.result_entries = Some(count);
     }
 
+    /// Has a window be of rows, from `first` on, of an array with `rows` in all. Whether it can: its blocks begin there.
+    pub fn read_rows(&mut self, window: usize, first: usize, rows: usize) -> bool {
+        let window = &mut self.windows[window];
+        let is_own = window.place == Place::Own && first.is_multiple_of(window.block[0]);
+        if is_own {
+            window.place = Place::From(first / window.block[0]);
+            window.array[1] = rows;
+        }
+        is_own
+    }
+
     /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed
     /// with, unless all steps see the same.
     pub fn window_bytes(&self) -> usize {
