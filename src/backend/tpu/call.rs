@@ -10,7 +10,6 @@ use crate::graph::{Batch, Configuration, CustomCall, InferError, Rows, Stacks, c
 use crate::shape::Shape;
 
 use super::mosaic::{CostEstimate, Kernel, evaluated};
-use super::rows::InRows;
 
 /// A call of a kernel. Its operands are the kernel's windows, in order, and behind them is the result.
 pub trait KernelCall: Any + Debug + Send + Sync {
@@ -241,6 +240,113 @@ impl CustomCall for InStacks {
 
     fn replaces(&self, operands: usize) -> Option<usize> {
         self.stacks.result.then(|| operands - 1)
+    }
+}
+
+/// A kernel some of whose operands are rows of larger arrays ([`CustomCall::in_rows`]).
+#[derive(Debug)]
+struct InRows {
+    call: Arc<dyn KernelCall>,
+    rows: Vec<Option<Rows>>,
+}
+
+impl InRows {
+    /// `None` where the kernel cannot read a part of the batch so.
+    fn of(
+        call: Arc<dyn KernelCall>,
+        rows: &[Option<Rows>],
+        operands: &[&Shape],
+        parts: usize,
+    ) -> Option<InRows> {
+        let call = InRows {
+            call,
+            rows: rows.to_vec(),
+        };
+        let batch = KernelCall::batch(&call, operands)?;
+        let pairs = operands.iter().zip(&batch.operands);
+        let of_part = pairs.map(|(shape, dim)| {
+            let mut part = (*shape).clone();
+            if let Some(dim) = dim {
+                part.dims[*dim] /= parts;
+            }
+            part
+        });
+        let of_part: Vec<Shape> = of_part.collect();
+        call.kernel_of(&of_part.iter().collect::<Vec<_>>())?;
+        Some(call)
+    }
+
+    /// The shapes that the kernel alone has; `None` where these have no such rows.
+    fn own(&self, operands: &[&Shape]) -> Option<Vec<Shape>> {
+        let own = |(shape, rows): (&&Shape, &Option<Rows>)| match (rows, &shape.dims[..]) {
+            (None, _) => Some((*shape).clone()),
+            (Some(rows), &[batch, all, columns]) if rows.first + rows.count <= all => {
+                let dims = match rows.is_merged {
+                    true => [1, batch * rows.count, columns],
+                    false => [batch, rows.count, columns],
+                };
+                Some(Shape::new(shape.dtype, dims))
+            }
+            (Some(_), _) => None,
+        };
+        let is_known = operands.len() == self.rows.len();
+        let own = operands.iter().zip(&self.rows).map(own);
+        own.collect::<Option<Vec<Shape>>>().filter(|_| is_known)
+    }
+}
+
+impl KernelCall for InRows {
+    fn name(&self) -> &'static str {
+        self.call.name()
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let own = self.own(operands)?;
+        let mut batch = self.call.batch(&own.iter().collect::<Vec<_>>())?;
+        for (dim, rows) in batch.operands.iter_mut().zip(&self.rows) {
+            match (dim, rows) {
+                (Some(dim), Some(rows)) if rows.is_merged && *dim == 1 => *dim = 0,
+                (None, Some(_)) => return None,
+                _ => {}
+            }
+        }
+        Some(batch)
+    }
+
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        let own = self.own(operands);
+        let own = own.ok_or_else(|| refused("kernel of rows", self, operands))?;
+        self.call.infer(&own.iter().collect::<Vec<_>>())
+    }
+
+    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
+        let own = self.own(operands)?;
+        let mut kernel = self.call.kernel_of(&own.iter().collect::<Vec<_>>())?;
+        for (window, (rows, shape)) in self.rows.iter().zip(operands).enumerate() {
+            let Some(rows) = rows else { continue };
+            // Those of several entries do not lie together.
+            let lies_together = !rows.is_merged || shape.dims[0] == 1;
+            if !lies_together || !kernel.read_rows(window, rows.first, shape.dims[1]) {
+                return None;
+            }
+        }
+        Some(kernel)
+    }
+
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let own = self.own(operands).unwrap_or_default();
+        self.call.flops(&own.iter().collect::<Vec<_>>(), result)
+    }
+
+    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let own = self.own(operands).unwrap_or_default();
+        self.call
+            .transcendentals(&own.iter().collect::<Vec<_>>(), result)
+    }
+
+    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
+        let own = self.own(operands).unwrap_or_default();
+        self.call.bytes_read(&own.iter().collect::<Vec<_>>())
     }
 }
 

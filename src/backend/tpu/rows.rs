@@ -6,11 +6,8 @@
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::{Batch, Graph, GraphError, InferError, Node, Op, Rows, Tensor};
+use crate::graph::{Graph, GraphError, Node, Op, Rows, Tensor};
 use crate::shape::Shape;
-
-use super::call::{KernelCall, refused};
-use super::mosaic::Kernel;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -117,119 +114,12 @@ fn origin(graph: &Graph, mut id: u32) -> u32 {
     }
 }
 
-/// A kernel some of whose operands are rows of larger arrays ([`CustomCall::in_rows`](crate::graph::CustomCall::in_rows)).
-#[derive(Debug)]
-pub(super) struct InRows {
-    call: Arc<dyn KernelCall>,
-    rows: Vec<Option<Rows>>,
-}
-
-impl InRows {
-    /// `None` where the kernel cannot read a part of the batch so.
-    pub(super) fn of(
-        call: Arc<dyn KernelCall>,
-        rows: &[Option<Rows>],
-        operands: &[&Shape],
-        parts: usize,
-    ) -> Option<InRows> {
-        let call = InRows {
-            call,
-            rows: rows.to_vec(),
-        };
-        let batch = call.batch(operands)?;
-        let pairs = operands.iter().zip(&batch.operands);
-        let of_part = pairs.map(|(shape, dim)| {
-            let mut part = (*shape).clone();
-            if let Some(dim) = dim {
-                part.dims[*dim] /= parts;
-            }
-            part
-        });
-        let of_part: Vec<Shape> = of_part.collect();
-        call.kernel_of(&of_part.iter().collect::<Vec<_>>())?;
-        Some(call)
-    }
-
-    /// The shapes that the kernel alone has; `None` where these have no such rows.
-    fn own(&self, operands: &[&Shape]) -> Option<Vec<Shape>> {
-        let own = |(shape, rows): (&&Shape, &Option<Rows>)| match (rows, &shape.dims[..]) {
-            (None, _) => Some((*shape).clone()),
-            (Some(rows), &[batch, all, columns]) if rows.first + rows.count <= all => {
-                let dims = match rows.is_merged {
-                    true => [1, batch * rows.count, columns],
-                    false => [batch, rows.count, columns],
-                };
-                Some(Shape::new(shape.dtype, dims))
-            }
-            (Some(_), _) => None,
-        };
-        let is_known = operands.len() == self.rows.len();
-        let own = operands.iter().zip(&self.rows).map(own);
-        own.collect::<Option<Vec<Shape>>>().filter(|_| is_known)
-    }
-}
-
-impl KernelCall for InRows {
-    fn name(&self) -> &'static str {
-        self.call.name()
-    }
-
-    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        let own = self.own(operands)?;
-        let mut batch = self.call.batch(&own.iter().collect::<Vec<_>>())?;
-        for (dim, rows) in batch.operands.iter_mut().zip(&self.rows) {
-            match (dim, rows) {
-                (Some(dim), Some(rows)) if rows.is_merged && *dim == 1 => *dim = 0,
-                (None, Some(_)) => return None,
-                _ => {}
-            }
-        }
-        Some(batch)
-    }
-
-    fn infer(&self, operands: &[&Shape]) -> std::result::Result<Shape, InferError> {
-        let own = self.own(operands);
-        let own = own.ok_or_else(|| refused("kernel of rows", self, operands))?;
-        self.call.infer(&own.iter().collect::<Vec<_>>())
-    }
-
-    fn kernel_of(&self, operands: &[&Shape]) -> Option<Kernel> {
-        let own = self.own(operands)?;
-        let mut kernel = self.call.kernel_of(&own.iter().collect::<Vec<_>>())?;
-        for (window, (rows, shape)) in self.rows.iter().zip(operands).enumerate() {
-            let Some(rows) = rows else { continue };
-            // Those of several entries do not lie together.
-            let lies_together = !rows.is_merged || shape.dims[0] == 1;
-            if !lies_together || !kernel.read_rows(window, rows.first, shape.dims[1]) {
-                return None;
-            }
-        }
-        Some(kernel)
-    }
-
-    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
-        let own = self.own(operands).unwrap_or_default();
-        self.call.flops(&own.iter().collect::<Vec<_>>(), result)
-    }
-
-    fn transcendentals(&self, operands: &[&Shape], result: &Shape) -> u64 {
-        let own = self.own(operands).unwrap_or_default();
-        self.call
-            .transcendentals(&own.iter().collect::<Vec<_>>(), result)
-    }
-
-    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
-        let own = self.own(operands).unwrap_or_default();
-        self.call.bytes_read(&own.iter().collect::<Vec<_>>())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::GatedGelu;
     use super::super::mosaic::VMEM_BYTES;
     use super::*;
-    use crate::graph::{Builder, evaluate};
+    use crate::graph::{Batch, Builder, CustomCall, evaluate};
     use crate::host_tensor::HostTensor;
 
     const GATED: GatedGelu = GatedGelu {
@@ -284,15 +174,15 @@ mod tests {
             count: 32,
             is_merged: true,
         })];
-        let of = |parts| InRows::of(Arc::new(GATED), &rows, &[&all], parts);
+        let of = |parts| Arc::new(GATED).in_rows(&rows, &[&all], parts);
         assert!(of(1).is_none() && of(2).is_none());
         let call = of(4).unwrap();
-        let result = KernelCall::infer(&call, &[&all]).unwrap();
+        let result = call.infer(&[&all]).unwrap();
         assert_eq!(result, Shape::new(DType::BF16, [1, 128, 128]));
         let batch = Batch {
             operands: vec![Some(0)],
             result: 1,
         };
-        assert_eq!(KernelCall::batch(&call, &[&all]), Some(batch));
+        assert_eq!(call.batch(&[&all]), Some(batch));
     }
 }
