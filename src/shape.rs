@@ -37,6 +37,15 @@ impl Shape {
         self.dtype.storage_bytes(self.count())
     }
 
+    /// One of `parts` equal parts along dimension `dim`, or the whole without one.
+    pub fn part(&self, dim: Option<usize>, parts: usize) -> Self {
+        let mut part = self.clone();
+        if let Some(dim) = dim {
+            part.dims[dim] /= parts;
+        }
+        part
+    }
+
     /// The same dimensions with another element type.
     pub fn with_dtype(&self, dtype: DType) -> Self {
         Shape::new(dtype, self.dims.clone())
@@ -81,4 +90,11 @@ pub fn row_major_strides(dims: &[usize]) -> Vec<usize> {
         strides[i - 1] = strides[i] * dims[i];
     }
     strides
+}
+/// The greatest common divisor.
+pub fn gcd(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => gcd(b, a % b),
+    }
 }

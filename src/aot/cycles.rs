@@ -25,6 +25,7 @@ use regex::Regex;
 
 use crate::backend::tpu::mosaic::backend_config;
 use crate::report::{KernelCall, KernelCode, KernelCycles};
+use crate::shape::gcd;
 use crate::topology::{Accelerator, Chip, Format};
 
 use super::simulator_child::{SimulationError, SimulatorChild};
@@ -40,8 +41,8 @@ const MOST_CYCLES: f64 = 10_000.0;
 const MOST_FLOPS_OF_LAST: f64 = 1e10;
 const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
 
-/// Trips of loops that are simulated together, two and then three of [`common_trips`]: fewer in all are simulated at once.
-const SIMULATED_TRIPS: u64 = 5;
+/// Trips of loops that are simulated, of [`common_trips`]: where these are no more than both together, all are.
+const FEW_TRIPS: [usize; 2] = [2, 3];
 
 /// What the simulation of a kernel told.
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +113,8 @@ impl ChipSimulator {
         };
         let least_of_part = least / whole.steps() as f64 * parts[0].steps() as f64;
         let common = match least_of_part > MOST_CYCLES {
-            true => common_trips(&call.code.text).filter(|common| *common > SIMULATED_TRIPS),
+            true => common_trips(&call.code.text)
+                .filter(|common| *common > FEW_TRIPS.iter().sum::<usize>()),
             false => None,
         };
         let times = parts.iter().map(|part| {
@@ -120,12 +122,13 @@ impl ChipSimulator {
                 return simulate(Some(part), None);
             };
             let mut of_trips = |simulated| simulate(Some(part), Some(Trips { simulated, common }));
-            let (two, three) = (of_trips(2)?, of_trips(3)?);
-            Ok(two + (three - two) * (common - 2) as f64)
+            let (few, more) = (of_trips(FEW_TRIPS[0])?, of_trips(FEW_TRIPS[1])?);
+            let each = (more - few) / (FEW_TRIPS[1] - FEW_TRIPS[0]) as f64;
+            Ok(few + each * (common - FEW_TRIPS[0]) as f64)
         });
         let times: Vec<f64> = times.collect::<Result<_, _>>()?;
         let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
-        let of_trips = common.map_or(1.0, |common| 3.0 / common as f64);
+        let of_trips = common.map_or(1.0, |common| FEW_TRIPS[1] as f64 / common as f64);
         Ok(Simulated {
             cycles: whole.extrapolated(&parts, &times, cores),
             share: most as f64 / whole.steps() as f64 * of_trips,
@@ -294,8 +297,8 @@ fn grid_of(text: &str) -> Option<Grid> {
 /// How many trips of each loop are simulated: `simulated` of `common`, which all loops have or have a multiple of.
 #[derive(Clone, Copy, Debug)]
 struct Trips {
-    simulated: u64,
-    common: u64,
+    simulated: usize,
+    common: usize,
 }
 
 static TRIPS: LazyLock<Option<Regex>> =
@@ -303,14 +306,14 @@ static TRIPS: LazyLock<Option<Regex>> =
 
 /// The largest number that divides the trips of all loops of a kernel's text. `None` where there are none, or one is inside of another: cycles are then not
 /// linear in it.
-fn common_trips(text: &str) -> Option<u64> {
-    let mut common: Option<u64> = None;
+fn common_trips(text: &str) -> Option<usize> {
+    let mut common: Option<usize> = None;
     // The braces that are open, and those that were at the loop that is.
     let (mut open, mut at_loop) = (0i64, None);
     for line in text.lines() {
         if let Some(trips) = TRIPS.as_ref()?.captures(line) {
-            let trips: u64 = trips[1].parse().ok()?;
-            common = Some(common.map_or(trips, |common| common_divisor(common, trips)));
+            let trips: usize = trips[1].parse().ok()?;
+            common = Some(common.map_or(trips, |common| gcd(common, trips)));
         }
         if line.contains("scf.for") {
             if at_loop.is_some() {
@@ -324,13 +327,6 @@ fn common_trips(text: &str) -> Option<u64> {
     common
 }
 
-fn common_divisor(a: u64, b: u64) -> u64 {
-    match b {
-        0 => a,
-        b => common_divisor(b, a % b),
-    }
-}
-
 /// The configuration of a call of `code`, with another grid and fewer trips if such are given.
 fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -> String {
     let mut text = Cow::from(&code.text);
@@ -342,7 +338,7 @@ fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -
     }
     if let Some((trips, place)) = trips.zip(TRIPS.as_ref()) {
         let fewer = |found: &regex::Captures<'_>| {
-            let all: u64 = found[1].parse().unwrap_or(trips.common);
+            let all: usize = found[1].parse().unwrap_or(trips.common);
             let fewer = all / trips.common * trips.simulated;
             format!("_u = arith.constant {fewer} : i32")
         };

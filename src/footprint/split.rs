@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::graph::{Batch, Graph, Node, Op};
-use crate::shape::Shape;
+use crate::shape::{Shape, gcd};
 use crate::shard::{LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 
 /// The number of parts of each dimension of each value of a graph, as far as inputs and constraints decide it. Where
@@ -201,13 +201,6 @@ fn reshaped(from: &[usize], parts: &[usize], to: &[usize]) -> Vec<usize> {
         }
     }
     result
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    match b {
-        0 => a,
-        _ => gcd(b, a % b),
-    }
 }
 
 #[cfg(test)]

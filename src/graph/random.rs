@@ -206,8 +206,7 @@ fn noise_of(
     stream: RoundingStream,
     position: Position,
 ) -> Result<Tensor> {
-    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
-    let low = low_of(b, key, position.high)?;
+    let [high, low] = words_of(b, key, stream, position.high)?;
     let times = |x: Tensor, factor: u32| b.mul(x, word(b, x, factor)?);
     let x = b.add(times(position.low, POSITION_FACTOR)?, low)?;
     let x = b.binary(Binary::Xor, x, high)?;
@@ -251,8 +250,7 @@ fn bits_of(
     stream: RoundingStream,
     position: Position,
 ) -> Result<Tensor> {
-    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
-    let low = low_of(b, key, position.high)?;
+    let [high, low] = words_of(b, key, stream, position.high)?;
     let mut x = b.binary(Binary::Xor, position.low, high)?;
     x = shift_xor(b, x, 16)?;
     x = b.mul(x, word(b, x, ROUNDING_FACTORS[0])?)?;
@@ -262,12 +260,19 @@ fn bits_of(
     shift_xor(b, x, 16)
 }
 
-/// The low word of the key, for rows in words of these numbers.
-fn low_of(b: &Builder, key: RandomKey, words: Option<Tensor>) -> Result<Tensor> {
-    match words {
-        None => Ok(key.low),
-        Some(words) => b.add(b.mul(words, word(b, words, WORDS_FACTOR)?)?, key.low),
-    }
+/// The high and the low word of a stream's key, for rows in words of positions of these numbers.
+fn words_of(
+    b: &Builder,
+    key: RandomKey,
+    stream: RoundingStream,
+    words: Option<Tensor>,
+) -> Result<[Tensor; 2]> {
+    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
+    let low = match words {
+        None => key.low,
+        Some(words) => b.add(b.mul(words, word(b, words, WORDS_FACTOR)?)?, key.low)?,
+    };
+    Ok([high, low])
 }
 
 fn shift_xor(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::shape::gcd;
+
 use super::{Axis, Group, ShardError};
 
 /// One device as its PJRT description states it.
@@ -211,10 +213,6 @@ impl Grid {
             .filter(|&s| used(s) && product(s) == size)
             .max_by_key(|&s| (s.count_ones(), s))
     }
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

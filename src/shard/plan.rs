@@ -72,11 +72,7 @@ impl CallSharding<'_> {
 
     /// The part of an operand or result on one device.
     pub fn part(&self, shape: &Shape, batch: Option<usize>) -> Shape {
-        let mut dims = shape.dims.clone();
-        if let Some(batch) = batch {
-            dims[batch] /= self.parts;
-        }
-        Shape::new(shape.dtype, dims)
+        shape.part(batch, self.parts)
     }
 }
 

@@ -264,14 +264,7 @@ impl InRows {
         };
         let batch = KernelCall::batch(&call, operands)?;
         let pairs = operands.iter().zip(&batch.operands);
-        let of_part = pairs.map(|(shape, dim)| {
-            let mut part = (*shape).clone();
-            if let Some(dim) = dim {
-                part.dims[*dim] /= parts;
-            }
-            part
-        });
-        let of_part: Vec<Shape> = of_part.collect();
+        let of_part: Vec<Shape> = pairs.map(|(shape, dim)| shape.part(*dim, parts)).collect();
         call.kernel_of(&of_part.iter().collect::<Vec<_>>())?;
         Some(call)
     }
