@@ -237,6 +237,43 @@ fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled, option: &str) 
     assert!(maxima.count() > 0, "{report}");
 }
 
+/// Products of the training step for `chips` that give bfloat16, which all gradients of weights may be and nothing else is.
+fn narrow_products(chips: usize, more: &[&str]) -> usize {
+    let (_folder, path) = config_file();
+    let topology = format!("compile_topology=v5e-{chips}");
+    let split = format!("ici_fsdp_parallelism={chips}");
+    let wide = "unet_config.block_out_channels=[128]";
+    let output = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .arg("lower")
+        .arg(&path)
+        .args(["--step", "train", &topology, &split, wide])
+        .args(more)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let products = text.lines().filter(|line| line.contains("dot_general"));
+    let results = products.filter_map(|line| line.rsplit_once("-> "));
+    results
+        .filter(|(_, result)| result.contains("bf16>"))
+        .count()
+}
+
+#[test]
+fn devices_add_up_gradients_in_bfloat16_where_the_compiler_can() {
+    let narrow = narrow_products(8, &[]);
+    assert!(narrow > 10, "{narrow}");
+    assert_eq!(
+        narrow_products(8, &["gradient_reduce_dtype=bfloat16"]),
+        narrow
+    );
+    assert_eq!(narrow_products(8, &["gradient_reduce_dtype=float32"]), 0);
+    assert_eq!(narrow_products(8, &["activations_dtype=float32"]), 0);
+    // Each of 16 devices has 8 of 128 rows, which fill no tile.
+    let few = narrow_products(16, &[]);
+    assert!(few < narrow / 2, "{few} {narrow}");
+}
+
 fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
     let report = &compiled.step.report;
     let contractions = contractions(compiled);

@@ -115,6 +115,19 @@ pub(super) fn bias_and_rounding(
     followed
 }
 
+/// The product of node `product`, whose value is `f32`, with the rounding to bf16 that is its only use, if that is so.
+pub(super) fn rounding(graph: &Graph, users: &[Vec<Option<usize>>], product: usize) -> Followed {
+    let rounded = match users[product][..] {
+        [Some(user)] if matches!(graph.nodes[user].op, Op::Convert(DType::BF16)) => Some(user),
+        _ => None,
+    };
+    Followed {
+        root: rounded.unwrap_or(product),
+        bias: None,
+        result: rounded.map_or(DType::F32, |_| DType::BF16),
+    }
+}
+
 /// The bf16 tensor that `id` is in `f32`, or `id` itself.
 pub(super) fn widened(graph: &Graph, id: u32) -> u32 {
     let node = &graph.nodes[id as usize];

@@ -15,6 +15,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use crate::graph::{Composite, Graph, GraphError};
+use crate::shape::Shape;
 
 /// The hardware that programs are lowered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +129,15 @@ impl Backend {
             Backend::Cpu { kernels: false }
             | Backend::Gpu { kernels: false, .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
+        }
+    }
+
+    /// Whether devices may add up their parts of a tensor of `shape` in bfloat16, of which each is to have one of `split` parts of each
+    /// dimension.
+    pub fn adds_narrow_parts(&self, shape: &Shape, split: &[usize]) -> bool {
+        match self {
+            Backend::Tpu { .. } => tpu::adds_narrow_parts(shape, split),
+            Backend::Cpu { .. } | Backend::Gpu { .. } => true,
         }
     }
 

@@ -3,7 +3,7 @@
 
 mod traced;
 
-pub use traced::{Traced, Update};
+pub use traced::{MayNarrow, Traced, Update};
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -176,7 +176,7 @@ pub fn lower(
         Some(update) => {
             let scan = shortest_scan(traced, backend);
             let (graph, slower) = trained(traced, update, kernels, Some(&target), scan)?;
-            let is_split = split_dims(&graph, options)?;
+            let is_split = split_inputs(&graph, options)?;
             let graph = kernels.claim_training(&graph, parts.unwrap_or(1), &is_split)?;
             let step = scanned(backend.rewrite_training(inline(&graph))?, traced, backend)?;
             let staged = Staged {
@@ -190,19 +190,25 @@ pub fn lower(
     shard(staged, slower, &traced.name, options)
 }
 
+/// How many parts of each dimension of an input devices have.
+fn split_dims(input: &Input, options: &Options<'_>) -> Result<Vec<usize>, ShardError> {
+    if input.logical_axes.is_empty() {
+        return Ok(vec![1; input.shape.rank()]);
+    }
+    let sizes = &input.shape.dims;
+    let axes = &input.logical_axes;
+    let (spec, _) = options
+        .rules
+        .spec_for_shape(&input.name, axes, sizes, options.mesh)?;
+    let dims = spec.dims().iter();
+    Ok(dims.map(|axes| options.mesh.product(axes)).collect())
+}
+
 /// Which dimensions of each input devices share.
-fn split_dims(graph: &Graph, options: &Options<'_>) -> Result<Vec<Vec<bool>>, ShardError> {
+fn split_inputs(graph: &Graph, options: &Options<'_>) -> Result<Vec<Vec<bool>>, ShardError> {
     let of_input = |input: &Input| {
-        if input.logical_axes.is_empty() {
-            return Ok(vec![false; input.shape.rank()]);
-        }
-        let sizes = &input.shape.dims;
-        let axes = &input.logical_axes;
-        let (spec, _) = options
-            .rules
-            .spec_for_shape(&input.name, axes, sizes, options.mesh)?;
-        let dims = spec.dims().iter();
-        Ok(dims.map(|axes| options.mesh.product(axes) > 1).collect())
+        let parts = split_dims(input, options)?;
+        Ok(parts.into_iter().map(|parts| parts > 1).collect())
     };
     graph.inputs.iter().map(of_input).collect()
 }
@@ -252,17 +258,28 @@ pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
     Ok(flops(&graph))
 }
 
-/// What decides whether int8 is faster.
-struct Target {
+/// What decides whether int8 is faster, and in which type gradients are summed.
+struct Target<'a> {
     backend: Backend,
+    options: &'a Options<'a>,
     /// Devices that share a batch.
     parts: usize,
 }
 
-impl Target {
-    fn new(backend: Backend, options: &Options<'_>) -> Result<Target, ShardError> {
+impl<'a> Target<'a> {
+    fn new(backend: Backend, options: &'a Options<'a>) -> Result<Target<'a>, ShardError> {
         let parts = options.mesh.product(&options.rules.batch_axes()?);
-        Ok(Target { backend, parts })
+        Ok(Target {
+            backend,
+            options,
+            parts,
+        })
+    }
+
+    /// Whether devices may add up the gradient of `weight` in bfloat16.
+    fn narrows(&self, weight: &Input) -> bool {
+        let split = split_dims(weight, self.options);
+        split.is_ok_and(|split| self.backend.adds_narrow_parts(&weight.shape, &split))
     }
 }
 
@@ -271,7 +288,7 @@ impl Target {
 fn quantize<'g>(
     graph: Cow<'g, Graph>,
     traced: &Traced,
-    target: Option<&Target>,
+    target: Option<&Target<'_>>,
 ) -> Result<(Cow<'g, Graph>, Vec<Slower>), LowerError> {
     let Some(policy) = &traced.policy else {
         return Ok((graph, Vec::new()));
@@ -306,7 +323,7 @@ fn trained(
     traced: &Traced,
     update: &Update,
     backend: Backend,
-    target: Option<&Target>,
+    target: Option<&Target<'_>>,
     scan: Option<usize>,
 ) -> Result<(Graph, Vec<Slower>), LowerError> {
     let stacks = scan.filter(|_| update.takes_stacks);
@@ -316,7 +333,8 @@ fn trained(
         let rounds = graph.nodes.iter().any(is_rounded);
         let is_claimed =
             |kind: &Composite, body: &Graph| backend.claims_in_training(kind, body, parts, rounds);
-        differentiate(graph, update, &is_claimed, stacks)
+        let may_narrow = |weight: &Input| target.is_none_or(|target| target.narrows(weight));
+        differentiate(graph, update, &is_claimed, &may_narrow, stacks)
     };
     let is_stored = traced
         .policy
@@ -343,6 +361,7 @@ fn differentiate(
     graph: &Graph,
     update: &Update,
     is_claimed: &dyn Fn(&Composite, &Graph) -> bool,
+    may_narrow: &MayNarrow<'_>,
     stacks: Option<usize>,
 ) -> Result<Graph, GraphError> {
     let inlined = graph.inline_composites(&|kind, body| {
@@ -354,7 +373,7 @@ fn differentiate(
         None => inlined,
     };
     let b = Builder::resume(forward);
-    (update.add)(&b)?;
+    (update.add)(&b, may_narrow)?;
     Ok(b.finish())
 }
 

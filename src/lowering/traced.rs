@@ -3,11 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::graph::{Builder, Graph, GraphError};
+use crate::graph::{Builder, Graph, GraphError, Input};
 use crate::quant::{self, Decision, Policy, QuantError};
 
+/// Whether devices may add up the gradient of a weight in a type of fewer bits than `f32`.
+pub type MayNarrow<'a> = dyn Fn(&Input) -> bool + 'a;
+
 /// Adds operations to a program.
-type Add = dyn Fn(&Builder) -> Result<(), GraphError> + Send + Sync;
+type Add = dyn Fn(&Builder, &MayNarrow<'_>) -> Result<(), GraphError> + Send + Sync;
 
 /// What follows the forward pass of a training step.
 #[derive(Clone)]

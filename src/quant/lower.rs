@@ -301,11 +301,14 @@ impl Lowering<'_, '_> {
         let mut operands = vec![l.values, r.values];
         operands.extend(l.scale);
         operands.extend(r.scale);
+        // Only what is summed over parts is narrower.
+        let of_integers = [&l, &r].iter().all(|one| !b.dtype(one.values).is_float());
+        let own = if of_integers { DType::F32 } else { result };
         let product = |b: &Builder, operands: &[Tensor]| {
             let scaled = [l.scale.is_some(), r.scale.is_some()];
-            scaled_product(b, operands, &contraction, scaled, result)
+            scaled_product(b, operands, &contraction, scaled, own)
         };
-        let partial = b.composite(kind, &operands, product)?;
+        let partial = b.convert(b.composite(kind, &operands, product)?, result)?;
         if shards == 1 {
             return Ok(partial);
         }

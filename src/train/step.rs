@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::graph::random::RandomKey;
 use crate::graph::{Builder, Comparison, Graph, GraphError, Op, Tensor, grad, scopes, stacked};
 use crate::host_tensor::HostTensor;
-use crate::lowering::{Traced, Update};
+use crate::lowering::{MayNarrow, Traced, Update};
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{
     ActivationRanges, Dropout, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
@@ -67,7 +67,7 @@ pub struct StepOptions {
     /// Whether the low-rank factors beside weights that are stored quantized are trained, in place of the denoiser's weights.
     pub trains_low_rank: bool,
     pub optimizer: OptimizerOptions,
-    /// The element type of the sums over the batch that gradients are; `None` is that of the products that give them.
+    /// The element type of the sums over the batch that gradients are; `None` is that in which the products that give them multiply.
     pub gradient_reduce_dtype: Option<DType>,
     pub objective: Objective,
     /// The guidance scale that a denoiser is told which takes it.
@@ -230,7 +230,9 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     // Scales that are learned start from the weights that they are of, each by its name.
     let takes_stacks = options.optimizer.takes_stacks() && options.fake_quantization.is_none();
     let update = Update {
-        add: Arc::new(move |b: &Builder| update(b, settings, &is_trained)),
+        add: Arc::new(move |b: &Builder, may_narrow: &MayNarrow<'_>| {
+            update(b, settings, may_narrow, &is_trained)
+        }),
         takes_stacks,
     };
     Ok(traced.with_scan_layers(model.scan_layers).trained(update))
@@ -333,7 +335,7 @@ fn buffers(model: &DiffusionModel) -> Vec<String> {
 #[derive(Clone, Copy)]
 struct UpdateSettings {
     optimizer: OptimizerOptions,
-    /// The type of the sums that gradients are, where it is another than that of the products.
+    /// As [`StepOptions::gradient_reduce_dtype`] has it.
     sums: Option<DType>,
     /// The number of updates that learned scales have; they stay after them.
     freeze: Option<u64>,
@@ -347,6 +349,7 @@ struct UpdateSettings {
 fn update(
     b: &Builder,
     settings: UpdateSettings,
+    may_narrow: &MayNarrow<'_>,
     is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
     let optimizer = &settings.optimizer;
@@ -356,17 +359,18 @@ fn update(
         return Err(b.invalid("a training step has an output before its update: the loss"));
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
-    let mut weights = weights(b);
+    let mut weights = weights(b, may_narrow);
     weights.retain(|weight| is_trained(&weight.name, live[weight.tensor.index()]));
     let wrt: Vec<Tensor> = weights
         .iter()
         .flat_map(|weight| weight.entries.iter().copied())
         .collect();
     let mut gradients = grad(b, loss, &wrt)?;
-    if let Some(dtype) = settings.sums {
-        for gradient in &mut gradients {
-            *gradient = reduce::summed_in(b, *gradient, dtype)?;
-        }
+    let may_narrow = weights
+        .iter()
+        .flat_map(|weight| weight.entries.iter().map(|_| weight.may_narrow));
+    for (gradient, may_narrow) in gradients.iter_mut().zip(may_narrow) {
+        *gradient = reduce::summed_in(b, *gradient, settings.sums, may_narrow)?;
     }
     let mut gradients = gradients.into_iter();
     let of_scales = settings.freeze.map(|last| until(b, last, learning_rate));
@@ -432,6 +436,8 @@ struct Weight {
     /// The weight itself, or the weights of the stack in the order of their blocks.
     entries: Vec<Tensor>,
     logical_axes: Vec<Option<&'static str>>,
+    /// Whether its gradient's sums may have fewer bits.
+    may_narrow: bool,
 }
 
 impl Weight {
@@ -476,7 +482,7 @@ fn until(b: &Builder, last: u64, learning_rate: Tensor) -> Result<Tensor, GraphE
 }
 
 /// All weights.
-fn weights(b: &Builder) -> Vec<Weight> {
+fn weights(b: &Builder, may_narrow: &MayNarrow<'_>) -> Vec<Weight> {
     b.with_graph(|g| {
         let mut entries = stacked::entry_nodes(g);
         let nodes = g.nodes.iter().enumerate();
@@ -494,6 +500,7 @@ fn weights(b: &Builder) -> Vec<Weight> {
                     tensor: b.tensor(id),
                     entries: entries.into_iter().map(|id| b.tensor(id)).collect(),
                     logical_axes: input.logical_axes.clone(),
+                    may_narrow: may_narrow(input),
                 }
             })
             .collect()

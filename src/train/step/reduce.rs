@@ -3,52 +3,76 @@
 use crate::dtype::DType;
 use crate::graph::{Binary, Builder, GraphError, Op, Reduction, Tensor};
 
-/// `gradient`, in its own type, as sums of `dtype`.
+/// `gradient`, in its own type, as sums of `dtype`, or of the type that products of floats multiply in.
 ///
 /// A weight's gradient sums over the batch in a product, or for a bias in a sum; devices and slices that have parts of the batch
 /// add theirs up in the type of its result. So the result takes `dtype`, and what only moves, converts or adds it follows.
-/// Sums of biases and norms only become wider: summed in bfloat16 they would lose more than they save.
-pub(super) fn summed_in(b: &Builder, gradient: Tensor, dtype: DType) -> Result<Tensor, GraphError> {
-    let own = b.dtype(gradient);
-    b.convert(retyped(b, gradient, dtype)?, own)
+/// Sums of biases and norms only become wider: in bfloat16 they would lose more than they save. So do all, unless they `may_narrow`.
+pub(super) fn summed_in(
+    b: &Builder,
+    gradient: Tensor,
+    dtype: Option<DType>,
+    may_narrow: bool,
+) -> Result<Tensor, GraphError> {
+    let path = b.with_graph(|graph| graph.path(&graph.nodes[gradient.index()]).to_string());
+    let sums = Sums { dtype, may_narrow };
+    b.at(path)
+        .convert(sums.retyped(b, gradient)?, b.dtype(gradient))
 }
 
-fn retyped(b: &Builder, x: Tensor, dtype: DType) -> Result<Tensor, GraphError> {
-    if !b.dtype(x).is_float() {
-        return Ok(x);
+/// The type that sums take.
+#[derive(Clone, Copy)]
+struct Sums {
+    dtype: Option<DType>,
+    may_narrow: bool,
+}
+
+impl Sums {
+    /// The type of sums that are `own`, of products in `multiplied`.
+    fn of(self, own: DType, multiplied: DType) -> DType {
+        let wanted = self.dtype.unwrap_or(multiplied);
+        let fits = wanted.is_float() && (self.may_narrow || wanted.bits() >= own.bits());
+        if fits { wanted } else { own }
     }
-    let (mut op, operands, path) = b.with_graph(|graph| {
-        let node = &graph.nodes[x.index()];
-        let path = graph.path(node).to_string();
-        (node.op.clone(), node.operands.clone(), path)
-    });
-    let at = b.at(path);
-    let operands: Vec<Tensor> = operands.into_iter().map(|id| b.tensor(id)).collect();
-    match &mut op {
-        Op::Convert(_) => retyped(&at, operands[0], dtype),
-        Op::DotGeneral { result, .. } | Op::Convolution { result, .. } => {
-            *result = dtype;
-            at.push(op, &operands)
+
+    fn retyped(self, b: &Builder, x: Tensor) -> Result<Tensor, GraphError> {
+        let own = b.dtype(x);
+        if !own.is_float() {
+            return Ok(x);
         }
-        Op::Reduce {
-            kind: Reduction::Sum,
-            ..
-        } if dtype == DType::F32 => {
-            let wide = at.convert(operands[0], dtype)?;
-            at.push(op, &[wide])
+        let (mut op, operands, path) = b.with_graph(|graph| {
+            let node = &graph.nodes[x.index()];
+            let path = graph.path(node).to_string();
+            (node.op.clone(), node.operands.clone(), path)
+        });
+        let at = b.at(path);
+        let operands: Vec<Tensor> = operands.into_iter().map(|id| b.tensor(id)).collect();
+        match &mut op {
+            Op::Convert(_) => self.retyped(&at, operands[0]),
+            Op::DotGeneral { result, .. } | Op::Convolution { result, .. } => {
+                *result = self.of(own, at.dtype(operands[0]));
+                at.push(op, &operands)
+            }
+            Op::Reduce {
+                kind: Reduction::Sum,
+                ..
+            } if self.dtype == Some(DType::F32) => {
+                let wide = at.convert(operands[0], DType::F32)?;
+                at.push(op, &[wide])
+            }
+            Op::Transpose(_)
+            | Op::Reshape(_)
+            | Op::Reverse(_)
+            | Op::ShardingConstraint(_)
+            | Op::Binary(Binary::Add) => {
+                let operands = operands
+                    .into_iter()
+                    .map(|operand| self.retyped(&at, operand));
+                let operands = operands.collect::<Result<Vec<_>, _>>()?;
+                at.push(op, &operands)
+            }
+            _ => at.convert(x, self.of(own, own)),
         }
-        Op::Transpose(_)
-        | Op::Reshape(_)
-        | Op::Reverse(_)
-        | Op::ShardingConstraint(_)
-        | Op::Binary(Binary::Add) => {
-            let operands = operands
-                .into_iter()
-                .map(|operand| retyped(&at, operand, dtype));
-            let operands = operands.collect::<Result<Vec<_>, _>>()?;
-            at.push(op, &operands)
-        }
-        _ => at.convert(x, dtype),
     }
 }
 
@@ -59,21 +83,22 @@ mod tests {
     use crate::host_tensor::HostTensor;
     use crate::shape::Shape;
 
-    /// A linear layer with a bias, used twice, that multiplies in `compute`: the gradients of weight and bias, both float32, as sums
-    /// of `sums`.
-    fn gradients(compute: DType, sums: DType) -> Graph {
+    /// A linear layer with a bias, used twice, that multiplies in `compute` and gives sums in `result`: the gradients of weight and
+    /// bias, both float32, as sums of `sums`.
+    fn gradients_of([compute, result]: [DType; 2], sums: Option<DType>, may_narrow: bool) -> Graph {
         let b = Builder::new();
         let x = b.input("x", Shape::new(DType::F32, [6, 4]), &[]).unwrap();
         let w = b.input("w", Shape::new(DType::F32, [5, 4]), &[]).unwrap();
         let bias = b.input("bias", Shape::new(DType::F32, [5]), &[]).unwrap();
-        let [x, weight, bias_in] = [x, w, bias].map(|t| b.convert(t, compute).unwrap());
+        let [x, weight] = [x, w].map(|t| b.convert(t, compute).unwrap());
+        let bias_in = b.convert(bias, result).unwrap();
         let dims = DotDims {
             lhs_contract: vec![1],
             rhs_contract: vec![1],
             ..DotDims::default()
         };
         let layer = |x: Tensor| {
-            let y = b.dot_general(x, weight, dims.clone(), compute).unwrap();
+            let y = b.dot_general(x, weight, dims.clone(), result).unwrap();
             let bias = b.broadcast_in_dim(bias_in, &[1], &[6, 5]).unwrap();
             b.add(y, bias).unwrap()
         };
@@ -81,10 +106,14 @@ mod tests {
         let loss = b.sum(b.convert(twice, DType::F32).unwrap(), &[0, 1]);
         let found = grad(&b, loss.unwrap(), &[w, bias]).unwrap();
         for (name, gradient) in ["dw", "dbias"].into_iter().zip(found) {
-            let gradient = summed_in(&b, gradient, sums).unwrap();
+            let gradient = summed_in(&b, gradient, sums, may_narrow).unwrap();
             b.output(name, gradient, None).unwrap();
         }
         b.finish()
+    }
+
+    fn gradients(compute: DType, sums: DType) -> Graph {
+        gradients_of([compute; 2], Some(sums), true)
     }
 
     /// The result types of live products in the derivative, and of live sums.
@@ -113,6 +142,32 @@ mod tests {
         assert_eq!(
             types(&gradients(wide, narrow)),
             [[narrow; 2].to_vec(), [wide; 2].to_vec()]
+        );
+    }
+
+    #[test]
+    fn gradients_are_sums_of_the_type_that_products_multiply_in_where_none_is_asked_for() {
+        let (wide, narrow) = (DType::F32, DType::BF16);
+        assert_eq!(
+            types(&gradients_of([narrow, wide], None, true)),
+            [[narrow; 2].to_vec(), [wide; 2].to_vec()]
+        );
+        assert_eq!(
+            types(&gradients_of([wide; 2], None, true)),
+            [[wide; 2], [wide; 2]]
+        );
+    }
+
+    #[test]
+    fn sums_that_may_not_narrow_only_become_wider() {
+        let (wide, narrow) = (DType::F32, DType::BF16);
+        let all_wide = [[wide; 2], [wide; 2]];
+        for sums in [None, Some(narrow)] {
+            assert_eq!(types(&gradients_of([narrow, wide], sums, false)), all_wide);
+        }
+        assert_eq!(
+            types(&gradients_of([narrow; 2], Some(wide), false)),
+            all_wide
         );
     }
 

@@ -19,6 +19,9 @@ pub(super) fn products<'a>(graph: &'a Graph, users: &Users) -> HashMap<usize, Pr
     let live = (0..graph.nodes.len()).filter(|i| !users[*i].is_empty());
     live.filter_map(|i| {
         let product = product(graph, i)?;
+        if product.result == DType::BF16 {
+            return Some((i, product));
+        }
         let fits = |of: u32| graph.nodes[of as usize].shape.dims == [product.columns(graph)];
         let (scaled, scale) = match follow::scale(graph, users, i) {
             Some((node, scale)) if fits(scale) => (node, Some(scale)),
@@ -72,7 +75,7 @@ fn product(graph: &Graph, i: usize) -> Option<Product<'_>> {
             .operands
             .iter()
             .all(|id| shape(*id).dtype == DType::BF16)
-        && node.shape.dtype == DType::F32
+        && matches!(node.shape.dtype, DType::F32 | DType::BF16)
         && node.shape.count() > 0;
     if !of_bf16 {
         return None;
@@ -92,7 +95,7 @@ fn product(graph: &Graph, i: usize) -> Option<Product<'_>> {
         kind,
         scale: None,
         bias: None,
-        result: DType::F32,
+        result: node.shape.dtype,
         node: i,
     })
 }

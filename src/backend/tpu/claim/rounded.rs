@@ -154,8 +154,11 @@ impl<'a> Claims<'a> {
     pub fn gradients(&self, users: &Users) -> HashMap<usize, Gradient> {
         let live = self.live(users);
         let weights = self.weights_by_rows();
-        live.filter_map(|i| Some((i, self.gradient(i, &weights)?)))
-            .collect()
+        live.filter_map(|i| {
+            let followed = follow::rounding(self.graph, users, i);
+            Some((followed.root, self.gradient(i, &weights, followed.result)?))
+        })
+        .collect()
     }
 
     /// The weights that rows are multiplied with, by these rows before they were rounded.
@@ -251,7 +254,8 @@ impl<'a> Claims<'a> {
         is_sum.then_some((user, other))
     }
 
-    fn gradient(&self, i: usize, weights: &HashMap<u32, u32>) -> Option<Gradient> {
+    /// The gradient that node `i` is, in `result`.
+    fn gradient(&self, i: usize, weights: &HashMap<u32, u32>, result: DType) -> Option<Gradient> {
         let (dims, [lhs, rhs, lhs_scale, rhs_scale]) = self.scaled(i)?;
         let last = self.shape(lhs).rank().checked_sub(1)?;
         let batch = dims.lhs_batch.len();
@@ -287,17 +291,18 @@ impl<'a> Claims<'a> {
             inputs_first: shared.map_or(inputs < outputs, |shared| shared == 1),
             ranges: groups < self.parts,
             rows_in_a_word: noise.rows_in_a_word,
+            result,
             cores,
             memory: self.features.kernel_memory,
         };
         let mut kernels = self.features.cores().iter().map(|cores| of(*cores));
         let kernel = kernels.find(|kernel| kernel.fits(rows, outputs, inputs))?;
-        let result = &self.graph.nodes[i].shape;
+        let product = &self.graph.nodes[i].shape;
         let is_bf16 = |id: u32| self.shape(id).dtype == DType::BF16;
         let takes = is_split
             && is_bf16(gradient.x)
             && is_bf16(x.x)
-            && result.dtype == DType::F32
+            && product.dtype == DType::F32
             && x.noise.is_none();
         let ranges = |columns: usize| self.column_ranges(rows, columns);
         let ranges = match kernel.ranges {
@@ -313,7 +318,7 @@ impl<'a> Claims<'a> {
             groups,
             parts: self.parts,
             rows,
-            shape: result.clone(),
+            shape: Shape::new(result, &product.dims[..]),
         })
     }
 

@@ -34,8 +34,8 @@ const ROUNDED_COLUMNS: usize = 640;
 /// Rows of a tile of `f32`.
 const WIDE_TILE_ROWS: usize = 8;
 
-/// For each part of the batch the sum over its rows of what `x` and a gradient are multiplied with each other: `f32[parts, outputs,
-/// inputs]`, or `[parts, inputs, outputs]`. Both are quantized as AQT does it, a scale a column of a part, the gradient at random.
+/// For each part of the batch the sum over its rows of what `x` and a gradient are multiplied with each other: `[parts, outputs,
+/// inputs]`, or `[parts, inputs, outputs]`, in `result`. Both are quantized as AQT does it, a scale a column of a part, the gradient at random.
 ///
 /// Operands: the gradient `bf16[parts, rows, outputs]`, `x` `bf16[parts, rows, inputs]`, the key `u32[1, 1, 2]`, and `u32[parts, 1, 1]`,
 /// the number of the first row of each part. With ranges the largest magnitudes of the columns of both: `f32[parts, 1, outputs]` and
@@ -48,6 +48,8 @@ pub struct RoundedGradient {
     pub ranges: bool,
     /// [`crate::graph::random::rows_in_a_word`] of the gradient of the whole batch.
     pub rows_in_a_word: Option<u32>,
+    /// `F32` or `BF16`.
+    pub result: DType,
     /// Cores that share the columns of a part.
     pub cores: usize,
     /// Bytes of the core's memory that it may take.
@@ -208,7 +210,7 @@ impl RoundedGradient {
             },
         };
         let result = Window {
-            dtype: DType::F32,
+            dtype: self.result,
             ..result
         };
         let both = match of_whole {
@@ -315,6 +317,7 @@ impl RoundedGradient {
         };
         let y = k.mul(y, first);
         let y = k.mul(y, second);
+        let y = k.convert(y, self.result);
         k.store(y, at);
     }
 
@@ -487,7 +490,7 @@ impl KernelCall for RoundedGradient {
             true => [inputs, outputs],
             false => [outputs, inputs],
         };
-        Ok(Shape::new(DType::F32, [parts, rows, columns]))
+        Ok(Shape::new(self.result, [parts, rows, columns]))
     }
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
