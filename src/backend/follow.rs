@@ -115,16 +115,15 @@ pub(super) fn bias_and_rounding(
     followed
 }
 
-/// The product of node `product`, whose value is `f32`, with the rounding to bf16 that is its only use, if that is so.
-pub(super) fn rounding(graph: &Graph, users: &[Vec<Option<usize>>], product: usize) -> Followed {
-    let rounded = match users[product][..] {
+/// The rounding to bf16 that is the only use of node `product`, if that is so.
+pub(super) fn rounding(
+    graph: &Graph,
+    users: &[Vec<Option<usize>>],
+    product: usize,
+) -> Option<usize> {
+    match users[product][..] {
         [Some(user)] if matches!(graph.nodes[user].op, Op::Convert(DType::BF16)) => Some(user),
         _ => None,
-    };
-    Followed {
-        root: rounded.unwrap_or(product),
-        bias: None,
-        result: rounded.map_or(DType::F32, |_| DType::BF16),
     }
 }
 

@@ -67,7 +67,7 @@ pub struct StepOptions {
     /// Whether the low-rank factors beside weights that are stored quantized are trained, in place of the denoiser's weights.
     pub trains_low_rank: bool,
     pub optimizer: OptimizerOptions,
-    /// The element type of the sums over the batch that gradients are; `None` is that in which the products that give them multiply.
+    /// The element type of the sums over the batch that gradients are; `None` is that of the products that give them, `f32`.
     pub gradient_reduce_dtype: Option<DType>,
     pub objective: Objective,
     /// The guidance scale that a denoiser is told which takes it.
@@ -366,11 +366,13 @@ fn update(
         .flat_map(|weight| weight.entries.iter().copied())
         .collect();
     let mut gradients = grad(b, loss, &wrt)?;
-    let may_narrow = weights
-        .iter()
-        .flat_map(|weight| weight.entries.iter().map(|_| weight.may_narrow));
-    for (gradient, may_narrow) in gradients.iter_mut().zip(may_narrow) {
-        *gradient = reduce::summed_in(b, *gradient, settings.sums, may_narrow)?;
+    if let Some(dtype) = settings.sums {
+        let may_narrow = weights
+            .iter()
+            .flat_map(|weight| weight.entries.iter().map(|_| weight.may_narrow));
+        for (gradient, may_narrow) in gradients.iter_mut().zip(may_narrow) {
+            *gradient = reduce::summed_in(b, *gradient, dtype, may_narrow)?;
+        }
     }
     let mut gradients = gradients.into_iter();
     let of_scales = settings.freeze.map(|last| until(b, last, learning_rate));

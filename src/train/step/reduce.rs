@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::graph::{Binary, Builder, GraphError, Op, Reduction, Tensor};
 
-/// `gradient`, in its own type, as sums of `dtype`, or of the type that products of floats multiply in.
+/// `gradient`, in its own type, as sums of `dtype`.
 ///
 /// A weight's gradient sums over the batch in a product, or for a bias in a sum; devices and slices that have parts of the batch
 /// add theirs up in the type of its result. So the result takes `dtype`, and what only moves, converts or adds it follows.
@@ -11,7 +11,7 @@ use crate::graph::{Binary, Builder, GraphError, Op, Reduction, Tensor};
 pub(super) fn summed_in(
     b: &Builder,
     gradient: Tensor,
-    dtype: Option<DType>,
+    dtype: DType,
     may_narrow: bool,
 ) -> Result<Tensor, GraphError> {
     let path = b.with_graph(|graph| graph.path(&graph.nodes[gradient.index()]).to_string());
@@ -23,16 +23,15 @@ pub(super) fn summed_in(
 /// The type that sums take.
 #[derive(Clone, Copy)]
 struct Sums {
-    dtype: Option<DType>,
+    dtype: DType,
     may_narrow: bool,
 }
 
 impl Sums {
-    /// The type of sums that are `own`, of products in `multiplied`.
-    fn of(self, own: DType, multiplied: DType) -> DType {
-        let wanted = self.dtype.unwrap_or(multiplied);
-        let fits = wanted.is_float() && (self.may_narrow || wanted.bits() >= own.bits());
-        if fits { wanted } else { own }
+    /// The type of sums that are `own`.
+    fn of(self, own: DType) -> DType {
+        let fits = self.may_narrow || self.dtype.bits() >= own.bits();
+        if fits { self.dtype } else { own }
     }
 
     fn retyped(self, b: &Builder, x: Tensor) -> Result<Tensor, GraphError> {
@@ -50,13 +49,13 @@ impl Sums {
         match &mut op {
             Op::Convert(_) => self.retyped(&at, operands[0]),
             Op::DotGeneral { result, .. } | Op::Convolution { result, .. } => {
-                *result = self.of(own, at.dtype(operands[0]));
+                *result = self.of(own);
                 at.push(op, &operands)
             }
             Op::Reduce {
                 kind: Reduction::Sum,
                 ..
-            } if self.dtype == Some(DType::F32) => {
+            } if self.dtype == DType::F32 => {
                 let wide = at.convert(operands[0], DType::F32)?;
                 at.push(op, &[wide])
             }
@@ -71,7 +70,7 @@ impl Sums {
                 let operands = operands.collect::<Result<Vec<_>, _>>()?;
                 at.push(op, &operands)
             }
-            _ => at.convert(x, self.of(own, own)),
+            _ => at.convert(x, self.of(own)),
         }
     }
 }
@@ -85,7 +84,7 @@ mod tests {
 
     /// A linear layer with a bias, used twice, that multiplies in `compute` and gives sums in `result`: the gradients of weight and
     /// bias, both float32, as sums of `sums`.
-    fn gradients_of([compute, result]: [DType; 2], sums: Option<DType>, may_narrow: bool) -> Graph {
+    fn gradients_of([compute, result]: [DType; 2], sums: DType, may_narrow: bool) -> Graph {
         let b = Builder::new();
         let x = b.input("x", Shape::new(DType::F32, [6, 4]), &[]).unwrap();
         let w = b.input("w", Shape::new(DType::F32, [5, 4]), &[]).unwrap();
@@ -113,7 +112,7 @@ mod tests {
     }
 
     fn gradients(compute: DType, sums: DType) -> Graph {
-        gradients_of([compute; 2], Some(sums), true)
+        gradients_of([compute; 2], sums, true)
     }
 
     /// The result types of live products in the derivative, and of live sums.
@@ -146,29 +145,14 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_sums_of_the_type_that_products_multiply_in_where_none_is_asked_for() {
-        let (wide, narrow) = (DType::F32, DType::BF16);
-        assert_eq!(
-            types(&gradients_of([narrow, wide], None, true)),
-            [[narrow; 2].to_vec(), [wide; 2].to_vec()]
-        );
-        assert_eq!(
-            types(&gradients_of([wide; 2], None, true)),
-            [[wide; 2], [wide; 2]]
-        );
-    }
-
-    #[test]
     fn sums_that_may_not_narrow_only_become_wider() {
         let (wide, narrow) = (DType::F32, DType::BF16);
         let all_wide = [[wide; 2], [wide; 2]];
-        for sums in [None, Some(narrow)] {
-            assert_eq!(types(&gradients_of([narrow, wide], sums, false)), all_wide);
-        }
         assert_eq!(
-            types(&gradients_of([narrow; 2], Some(wide), false)),
+            types(&gradients_of([narrow, wide], narrow, false)),
             all_wide
         );
+        assert_eq!(types(&gradients_of([narrow; 2], wide, false)), all_wide);
     }
 
     #[test]
