@@ -3,12 +3,24 @@
 use serde::Serialize;
 
 use crate::dtype::DType;
-use crate::graph::{Graph, Node, Op, QuantDot, Range};
+use crate::graph::{ContractionQuant, Graph, Node, Op, Range, Rounding, TensorFormat};
 use crate::shape::Shape;
+
+/// Which of a layer's contractions one is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    Forward,
+    /// The gradient of what the layer reads: the incoming one, rounded at random, times the weight.
+    Dlhs,
+    /// The gradient of the weight, or another product of two activations.
+    Drhs,
+}
 
 /// The sizes of a contraction of two rounded operands, on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Product {
+    pub role: Role,
     /// Rows of the result; for a convolution its places.
     pub rows: usize,
     /// Terms of each sum.
@@ -113,7 +125,8 @@ impl Pass<'_> {
             }
             _ => return None,
         };
-        if !finds_int8(quant.as_deref()?) {
+        let quant = &quant.as_deref()?.forward;
+        if !finds_int8(quant) {
             return None;
         }
         // Devices share what the batch makes many of. A weight gradient's terms are these.
@@ -124,6 +137,7 @@ impl Pass<'_> {
             _ => (rows, share(contracted), columns),
         };
         Some(Product {
+            role: role(quant, weights),
             rows,
             contracted,
             columns,
@@ -133,9 +147,19 @@ impl Pass<'_> {
     }
 }
 
+/// Of a contraction of which `weights` says which operands are weights.
+fn role(quant: &ContractionQuant, weights: [bool; 2]) -> Role {
+    let is_random = |format: &TensorFormat| format.rounding == Rounding::Stochastic;
+    match weights {
+        [false, false] => Role::Drhs,
+        _ if quant.lhs.as_ref().is_some_and(is_random) => Role::Dlhs,
+        _ => Role::Forward,
+    }
+}
+
 /// Whether both operands become int8 by scales that are found in them.
-fn finds_int8(quant: &QuantDot) -> bool {
-    [quant.forward.lhs, quant.forward.rhs].iter().all(|format| {
+fn finds_int8(quant: &ContractionQuant) -> bool {
+    [quant.lhs, quant.rhs].iter().all(|format| {
         format.is_some_and(|format| format.element == DType::S8 && format.range == Range::Dynamic)
     })
 }
@@ -194,14 +218,19 @@ mod tests {
             true
         });
         assert_eq!((left, annotated(&graph)), (Vec::new(), 3));
-        let mut seen: Vec<[usize; 3]> = seen
+        let mut seen: Vec<_> = seen
             .take()
             .iter()
-            .map(|p| [p.rows, p.columns, p.contracted])
+            .map(|p| (p.role, [p.rows, p.columns, p.contracted]))
             .collect();
-        seen.sort_unstable();
+        seen.sort_unstable_by_key(|(_, sizes)| *sizes);
         // Two of the four rows are on a device: 64 tokens. The weight's derivative has them as terms.
-        assert_eq!(seen, [[64, 256, 512], [64, 512, 256], [512, 256, 64]]);
+        let expected = [
+            (Role::Dlhs, [64, 256, 512]),
+            (Role::Forward, [64, 512, 256]),
+            (Role::Drhs, [512, 256, 64]),
+        ];
+        assert_eq!(seen, expected);
     }
 
     #[test]

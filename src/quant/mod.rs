@@ -36,7 +36,7 @@ pub use fake_quantize::{
     ActivationRanges, FakeQuantization, fake_quantize, initial_log_scale, input_range_name,
     is_learnable, is_log_scale, is_trained_range, log_scale_name, scale_of_range,
 };
-pub use faster::{Product, Slower, keep_where_faster};
+pub use faster::{Product, Role, Slower, keep_where_faster};
 pub use gptq::{RoundingAlgorithm, WeightRounding, takes as gptq_takes};
 pub use minimums::has_minimums;
 pub use observer::{Observer, ObserverCompat, ObserverKind};

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use crate::backend::tpu::Features;
 use crate::backend::tpu::mosaic::{MOST_VMEM_BYTES, VMEM_BYTES};
+use crate::backend::tpu::{BreakEven, Features};
 
 use super::TopologyError;
 
@@ -28,7 +28,7 @@ pub enum Format {
     Fp8,
 }
 
-/// How many bytes of HBM take as long as rounding an element of a training step to int8. To read it twice and write it once would be
+/// How many bytes of HBM take as long as rounding an element of a training step to int8 outside of kernels. To read it twice and write it once would be
 /// 5; but gradients get noise, and each derivative reads another axis' scales. In a step of SDXL's innermost level for a v5e all
 /// products together took 10, and those that 5 had let stay in int8 more than 16. So no product that is slower stays in int8,
 /// and some that are faster do not.
@@ -153,6 +153,7 @@ impl Chip {
             // By the cycles of its products in int8; a tpu7x has none.
             keeps_sums: self == Chip::V6e,
             int8_break_even: self.int8_break_even(),
+            int8_kernels_break_even: self.int8_kernels_break_even(),
             kernel_memory: match self {
                 // Its compiler gives a kernel no more.
                 Chip::V4 => VMEM_BYTES,
@@ -168,6 +169,20 @@ impl Chip {
         let saved = 2.0 / bf16 - 2.0 / int8;
         let rounding = ROUNDING_BYTES / self.hbm_bytes_per_second() as f64;
         (saved > 0.0).then(|| (rounding / saved) as usize)
+    }
+
+    /// As [`Features::int8_kernels_break_even`] has it, by `scripts/int8_break_even` with libtpu 0.0.51.
+    fn int8_kernels_break_even(self) -> Option<BreakEven> {
+        let [forward, dlhs, drhs] = match self {
+            Chip::V5e | Chip::V5p => [640, 640, 700],
+            Chip::V6e => [2560, 2560, 1000],
+            Chip::V4 | Chip::Tpu7x | Chip::H100 | Chip::H200 => return None,
+        };
+        Some(BreakEven {
+            forward,
+            dlhs,
+            drhs,
+        })
     }
 
     fn advice(self) -> String {

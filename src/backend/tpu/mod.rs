@@ -42,7 +42,7 @@ pub use sums::{SUM_OF_ROWS, products_of_ones};
 pub use upsample::Upsample;
 pub use widen::Widen;
 
-use crate::quant;
+use crate::quant::{self, Role};
 use crate::shape::Shape;
 
 use mosaic::LANES;
@@ -59,11 +59,23 @@ pub struct Features {
     pub one_core: bool,
     /// Whether its matrix units keep sums of all of a product's terms. Others give those of 128 terms, and the vector units add them.
     pub keeps_sums: bool,
-    /// Of a product in int8 whose operands are rounded in the step: how much `rows * columns / (rows + columns)` is where the
-    /// product saves as much time as rounding takes. `None` where products in int8 save none.
+    /// Of a product in int8 whose operands the compiler's own operations round in the step: how much `rows * columns / (rows + columns)`
+    /// is where the product saves as much time as rounding takes. `None` where products in int8 save none.
     pub int8_break_even: Option<usize>,
+    /// The same of products that kernels round.
+    pub int8_kernels_break_even: Option<BreakEven>,
     /// Bytes of a core's own memory that a kernel of training may take.
     pub kernel_memory: usize,
+}
+
+/// From how many multiply-adds with each rounded element on a training step's product takes no longer in int8 than in bfloat16, by its
+/// [`Role`]. With operands of `rows` and `columns` they are `columns` where one operand is a weight, whose rounding rows share, and else
+/// `rows * columns / (rows + columns)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BreakEven {
+    pub forward: usize,
+    pub dlhs: usize,
+    pub drhs: usize,
 }
 
 impl Features {
@@ -73,6 +85,7 @@ impl Features {
         one_core: false,
         keeps_sums: false,
         int8_break_even: None,
+        int8_kernels_break_even: None,
         kernel_memory: mosaic::VMEM_BYTES,
     };
 
@@ -81,6 +94,26 @@ impl Features {
         match self.one_core {
             true => &[1],
             false => &[2, 1],
+        }
+    }
+
+    /// Whether a training step's product takes no longer in int8 than in bfloat16 where kernels round its operands. `None` where they take
+    /// none of its sizes.
+    fn int8_pays_in_kernels(&self, product: &quant::Product) -> Option<bool> {
+        let quant::Product {
+            role,
+            rows,
+            contracted,
+            columns,
+            ..
+        } = *product;
+        let even = self.int8_kernels_break_even?;
+        let fill = |sizes: &[usize]| sizes.iter().all(|size| size.is_multiple_of(LANES));
+        match role {
+            Role::Forward => fill(&[contracted, columns]).then_some(columns >= even.forward),
+            Role::Dlhs => fill(&[contracted, columns]).then_some(columns >= even.dlhs),
+            Role::Drhs => fill(&[rows, contracted, columns])
+                .then_some(rows * columns >= even.drhs * (rows + columns)),
         }
     }
 
@@ -103,7 +136,11 @@ impl Features {
             (true, _) => columns > least,
             // Those of wide images are kernels in bfloat16, and products of patches in int8.
             (false, true) => false,
-            (false, false) => rows * columns > least * (rows + columns),
+            (false, false) => {
+                let in_kernels = kernels.then(|| self.int8_pays_in_kernels(product));
+                let by_compiler = || rows * columns > least * (rows + columns);
+                in_kernels.flatten().unwrap_or_else(by_compiler)
+            }
         }
     }
 }
