@@ -129,6 +129,10 @@ impl Pass<'_> {
         if !finds_int8(quant) {
             return None;
         }
+        let is_prepared = self.prepared && weights.contains(&true);
+        // Derivatives read a weight behind a barrier, beside values that are none: it is a matrix beside the rows of a batch.
+        let is_beside_rows = |at: usize| shapes[at].rank() == 2 && shapes[1 - at].rank() > 2;
+        let weights = [0, 1].map(|at| weights[at] || !is_convolution && is_beside_rows(at));
         // Devices share what the batch makes many of. A weight gradient's terms are these.
         let share = |size: usize| size.div_ceil(self.parts);
         let (rows, contracted, columns) = match weights {
@@ -142,7 +146,7 @@ impl Pass<'_> {
             contracted,
             columns,
             is_convolution,
-            is_prepared: self.prepared && weights.contains(&true),
+            is_prepared,
         })
     }
 }

@@ -301,14 +301,11 @@ impl Lowering<'_, '_> {
         let mut operands = vec![l.values, r.values];
         operands.extend(l.scale);
         operands.extend(r.scale);
-        // Scales multiply in float32; only what is summed over parts is narrower.
-        let of_codes = [&l, &r].iter().all(|one| b.dtype(one.values).bits() <= 8);
-        let own = if of_codes { DType::F32 } else { result };
         let product = |b: &Builder, operands: &[Tensor]| {
             let scaled = [l.scale.is_some(), r.scale.is_some()];
-            scaled_product(b, operands, &contraction, scaled, own)
+            scaled_product(b, operands, &contraction, scaled, result)
         };
-        let partial = b.convert(b.composite(kind, &operands, product)?, result)?;
+        let partial = b.composite(kind, &operands, product)?;
         if shards == 1 {
             return Ok(partial);
         }
