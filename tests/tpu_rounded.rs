@@ -175,11 +175,13 @@ fn parts_share_ranges() {
         let found = evaluate(&kernels, &inputs).unwrap();
         assert!(expected[..2] == found[..2], "{sizes:?} {groups} {parts}");
         let [expected, found] = [&expected[2], &found[2]].map(|dw| dw.to_f64_vec().unwrap());
-        // Parts are rounded to bf16 before they are added up.
-        let squares = |of: &mut dyn Iterator<Item = f64>| of.map(|x| x * x).sum::<f64>();
-        let error = squares(&mut expected.iter().zip(&found).map(|(x, y)| x - y));
-        let error = (error / squares(&mut expected.iter().copied())).sqrt();
-        assert!(error < 1.0 / 256.0, "{sizes:?} {groups} {parts}: {error}");
+        let differ = expected.iter().zip(&found).filter(|(x, y)| x != y);
+        let differ: Vec<_> = differ.collect();
+        // The gradient is rounded to bf16: few are between two.
+        assert!(differ.len() * 100 < expected.len(), "{}", differ.len());
+        for (x, y) in differ {
+            assert!((x - y).abs() <= x.abs() / 128.0, "{sizes:?}: {x}, {y}");
+        }
     }
 }
 

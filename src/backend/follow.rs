@@ -89,30 +89,19 @@ pub(super) fn bias_and_rounding(
     users: &[Vec<Option<usize>>],
     product: usize,
 ) -> Followed {
-    let mut followed = Followed {
-        root: product,
-        bias: None,
-        result: DType::F32,
-    };
-    while let [Some(user)] = users[followed.root][..] {
-        let node = &graph.nodes[user];
-        match &node.op {
-            Op::Convert(DType::BF16) => {
-                followed.root = user;
-                followed.result = DType::BF16;
-                break;
-            }
-            Op::Binary(Binary::Add) if followed.bias.is_none() => {
-                followed.bias = vector(graph, followed.root as u32, node);
-                if followed.bias.is_none() {
-                    break;
-                }
-                followed.root = user;
-            }
-            _ => break,
-        }
+    let (mut root, mut bias) = (product, None);
+    if let [Some(user)] = users[product][..]
+        && matches!(graph.nodes[user].op, Op::Binary(Binary::Add))
+    {
+        bias = vector(graph, product as u32, &graph.nodes[user]);
+        root = bias.map_or(product, |_| user);
     }
-    followed
+    let rounded = rounding(graph, users, root);
+    Followed {
+        root: rounded.unwrap_or(root),
+        bias,
+        result: rounded.map_or(DType::F32, |_| DType::BF16),
+    }
 }
 
 /// The rounding to bf16 that is the only use of node `product`, if that is so.

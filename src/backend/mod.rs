@@ -132,15 +132,6 @@ impl Backend {
         }
     }
 
-    /// Whether devices may add up their parts of a tensor of `shape` in bfloat16, of which each is to have one of `split` parts of each
-    /// dimension.
-    pub fn adds_narrow_parts(&self, shape: &Shape, split: &[usize]) -> bool {
-        match self {
-            Backend::Tpu { .. } => tpu::adds_narrow_parts(shape, split),
-            Backend::Cpu { .. } | Backend::Gpu { .. } => true,
-        }
-    }
-
     /// The same for a training step, whose weights are new in every step. `is_split` says of each input, if anything is, which of its
     /// dimensions the devices share.
     ///
@@ -161,6 +152,15 @@ impl Backend {
             Backend::Cpu { kernels: false }
             | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
+        }
+    }
+
+    /// Whether devices may add up their parts of a tensor of `shape` in bfloat16, of which each is to have one of `split` parts of each
+    /// dimension.
+    pub fn adds_narrow_parts(&self, shape: &Shape, split: &[usize]) -> bool {
+        match self {
+            Backend::Tpu { .. } => tpu::adds_narrow_parts(shape, split),
+            Backend::Cpu { .. } | Backend::Gpu { .. } => true,
         }
     }
 

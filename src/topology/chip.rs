@@ -28,10 +28,10 @@ pub enum Format {
     Fp8,
 }
 
-/// How many bytes of HBM take as long as rounding an element of a training step to int8 outside of kernels. To read it twice and write it once would be
-/// 5; but gradients get noise, and each derivative reads another axis' scales. In a step of SDXL's innermost level for a v5e all
-/// products together took 10, and those that 5 had let stay in int8 more than 16. So no product that is slower stays in int8,
-/// and some that are faster do not.
+/// How many bytes of HBM take as long as rounding an element of a training step to int8 outside of kernels. To read it twice and write
+/// it once would be 5; but gradients get noise, and each derivative reads another axis' scales. In a step of SDXL's innermost level for a
+/// v5e all products together took 10, and those that 5 had let stay in int8 more than 16. So no product that is slower stays in int8, and
+/// some that are faster do not.
 const ROUNDING_BYTES: f64 = 32.0;
 
 /// Peak rates of one chip in 10^12 operations per second; `None`: its matrix units lack the

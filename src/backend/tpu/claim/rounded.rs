@@ -155,11 +155,9 @@ impl<'a> Claims<'a> {
         let live = self.live(users);
         let weights = self.weights_by_rows();
         live.filter_map(|i| {
-            let (dims, _) = self.scaled(i)?;
-            // Devices add up the parts that share ranges: in `f32`, as the compiler cannot add up all shapes in fewer bits.
-            let are_alone = self.parts == 1 || !dims.lhs_batch.is_empty();
-            let followed = follow::rounding(self.graph, users, i).filter(|_| are_alone);
-            let (root, result) = match followed {
+            // Devices add up their parts in `f32`: the compiler cannot add up all shapes in fewer bits.
+            let rounded = follow::rounding(self.graph, users, i).filter(|_| self.parts == 1);
+            let (root, result) = match rounded {
                 Some(rounded) => (rounded, DType::BF16),
                 None => (i, DType::F32),
             };
