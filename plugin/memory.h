@@ -3,7 +3,8 @@
 // XLA:CPU allocates a program's temporaries and results anew at every execution. Through malloc,
 // large blocks go back to the kernel each time, and the page faults of touching them again cost
 // more than many an operation that fills them. Here large blocks are kept for the next execution
-// and ask for huge pages.
+// and ask for huge pages. Where none of them fits, the pages of smaller ones are moved together:
+// a decoder's temporaries are where the denoiser's weights were.
 #ifndef MAXDIFF_PLUGIN_MEMORY_H_
 #define MAXDIFF_PLUGIN_MEMORY_H_
 
@@ -35,7 +36,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   };
 
   ~MemoryPool() {
-    for (const auto& [size, base] : free_) munmap(base, size);
+    for (const auto& [size, block] : free_) munmap(block.base, size);
   }
 
   absl::StatusOr<std::unique_ptr<xla::CpuMemory>> Allocate(size_t size, size_t alignment) {
@@ -43,6 +44,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     if (size > SIZE_MAX - 2 * kHugePage) return OutOfMemory(size);
     const size_t wanted = (size + kSmallest - 1) / kSmallest * kSmallest;
     Block block = TakeCached(wanted);
+    if (block.base == nullptr && wanted >= kSmallestMoved) block = MapOverCached(wanted);
     if (block.base == nullptr) block = Map(wanted);
     if (block.base == nullptr) return OutOfMemory(size);
     Count(size, block.size);
@@ -60,10 +62,14 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   static constexpr size_t kSmallest = size_t{64} << 10;
   static constexpr size_t kHugePage = size_t{2} << 20;
   static constexpr int64_t kAlwaysKept = int64_t{128} << 20;
+  // Smaller blocks are weights, of which there are many, each as large as another.
+  static constexpr size_t kSmallestMoved = size_t{64} << 20;
 
   struct Block {
     void* base = nullptr;
     size_t size = 0;
+    // Whether it consists of what were several mappings, which no one call moves.
+    bool is_joined = false;
   };
 
   class PooledMemory final : public xla::CpuMemory {
@@ -116,9 +122,44 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = free_.lower_bound(wanted);
     if (found == free_.end() || found->first - wanted > found->first / 8) return {};
-    Block block{found->second, found->first};
+    Block block = found->second;
     free_.erase(found);
     stats_.cached_bytes -= block.size;
+    return block;
+  }
+
+  // Maps `size` bytes and moves the pages of cached blocks there, the largest first; no page twice, so
+  // that what is not filled is new. Gives nothing when the kernel refuses.
+  Block MapOverCached(size_t size) {
+    Block block = Map(size);
+    if (block.base == nullptr) return {};
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t filled = 0;
+    auto next = free_.end();
+    while (next != free_.begin()) {
+      const auto largest = std::prev(next);
+      const Block from = largest->second;
+      // Whole huge pages: parts would be moved one small page after the other.
+      const size_t bytes = std::min(size - filled, from.size) / kHugePage * kHugePage;
+      if (bytes == 0) break;
+      next = largest;
+      if (from.is_joined) continue;
+      char* to = static_cast<char*>(block.base) + filled;
+      if (mremap(from.base, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
+        // What was at `to` may be gone, and the place another's.
+        munmap(block.base, filled);
+        munmap(to + bytes, size - filled - bytes);
+        return {};
+      }
+      next = free_.erase(largest);
+      stats_.cached_bytes -= bytes;
+      filled += bytes;
+      block.is_joined = true;
+      if (from.size > bytes) {
+        const Block rest{static_cast<char*>(from.base) + bytes, from.size - bytes};
+        free_.emplace(rest.size, rest);
+      }
+    }
     return block;
   }
 
@@ -168,7 +209,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.bytes_in_use -= block.size;
     stats_.cached_bytes += block.size;
-    free_.emplace(block.size, block.base);
+    free_.emplace(block.size, block);
     TrimLocked(CacheLimit());
     // Of more than half of the machine's memory the kernel may take pages when others need them; as
     // long as it does not, the next execution finds them as they are. Advice: what is not marked so is
@@ -195,7 +236,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     while (stats_.cached_bytes > limit && !free_.empty()) {
       auto block = free_.lower_bound(stats_.cached_bytes - limit);
       if (block == free_.end()) block = std::prev(block);
-      munmap(block->second, block->first);
+      munmap(block->second.base, block->first);
       stats_.cached_bytes -= block->first;
       free_.erase(block);
     }
@@ -205,7 +246,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
       static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 
   mutable std::mutex mutex_;
-  std::multimap<size_t, void*> free_;
+  std::multimap<size_t, Block> free_;
   Stats stats_;
 };
 
