@@ -8,9 +8,7 @@ use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
 use super::call::{KernelCall, refused};
-use super::mosaic::{
-    Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
-};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
 
 /// Rows of an int8 tile, and of an `f32` one.
 const TILE_ROWS: [usize; 2] = [32, 8];
@@ -41,6 +39,8 @@ pub struct Convolution {
     pub side: usize,
     pub weights: Weights,
     pub added: Added,
+    /// Bytes of a core's own memory that it may take.
+    pub memory: usize,
 }
 
 /// How a convolution has its kernel.
@@ -143,10 +143,8 @@ impl Convolution {
                 columns: *columns,
             })
         });
-        let most = match self.widens() {
-            true => MOST_VMEM_BYTES / 16 * 15,
-            false => VMEM_BYTES,
-        };
+        // What the compiler puts there itself is not counted.
+        let most = self.memory / 16 * 15;
         let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
         fitting.min_by_key(|block| {
             let missing = match self.widens() {
@@ -405,8 +403,8 @@ impl Convolution {
             grid[dim] = count;
         }
         let mut kernel = Kernel::new(grid, self.windows(block, sizes));
+        kernel.memory = self.memory;
         if self.widens() {
-            kernel.memory = MOST_VMEM_BYTES;
             kernel.join_last_dims();
         }
         self.step(&mut kernel, block, sizes);

@@ -61,7 +61,7 @@ struct Memory {
     images: [Scratch; SIDE],
     /// One row of them, with a tile of rows before and behind it.
     row: Scratch,
-    /// `None` where the result itself has them.
+    /// `None` where the result itself has them, or nothing is added to them.
     sums: Option<Scratch>,
 }
 
@@ -91,6 +91,11 @@ impl ConvolutionGradient {
             outputs,
         };
         self.block(sizes).is_some()
+    }
+
+    /// Steps that a sum is added up in.
+    fn steps(&self, block: Block) -> usize {
+        self.images * self.height / block.image_rows
     }
 
     /// Of the blocks that fit the core's memory, the one for which the least is read.
@@ -210,16 +215,13 @@ impl ConvolutionGradient {
         Memory {
             images: [(); SIDE].map(|()| k.scratch(DType::BF16, [rows, block.columns])),
             row: k.scratch(DType::F32, row),
-            sums: (self.result != DType::F32).then(|| k.scratch(DType::F32, sums)),
+            sums: (self.result != DType::F32 && self.steps(block) > 1)
+                .then(|| k.scratch(DType::F32, sums)),
         }
     }
 
     fn kernel(&self, block: Block, sizes: Sizes) -> Kernel {
-        let grid = vec![
-            sizes.parts,
-            sizes.inputs / block.columns,
-            self.images * self.height / block.image_rows,
-        ];
+        let grid = vec![sizes.parts, sizes.inputs / block.columns, self.steps(block)];
         let mut kernel = Kernel::new(grid, self.windows(block, sizes));
         self.step(&mut kernel, block, sizes);
         kernel
@@ -233,27 +235,38 @@ impl ConvolutionGradient {
         let places = (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| [row, column]));
         let places: Vec<[usize; 2]> = places.collect();
         let first = |[row, column]: [usize; 2]| (SIDE * row + column) * sizes.outputs;
+        let product = |k: &mut Kernel, gradient, [row, column]: [usize; 2], before| {
+            let size = [pixels, block.columns];
+            let x = k.kept_part(memory.images[column], [row * self.width, 0], size);
+            k.matmul(gradient, x, before)
+        };
+        let start = k.row(0);
+        if self.steps(block) == 1 {
+            let gradient = k.load(GRADIENT, start, sizes.outputs);
+            for place in &places {
+                let zeros = k.splat(DType::F32, of_place, 0.0);
+                let sum = product(k, gradient, *place, zeros);
+                let sum = k.convert(sum, self.result);
+                k.store(sum, [first(*place), 0]);
+            }
+            return;
+        }
         k.when_first(2, |k| {
             let zeros = k.splat(DType::F32, of_place, 0.0);
             for place in &places {
                 memory.keep_sum(k, zeros, first(*place));
             }
         });
-        let start = k.row(0);
         let gradient = k.load(GRADIENT, start, sizes.outputs);
         for place in &places {
-            let [row, column] = *place;
-            let size = [pixels, block.columns];
-            let x = k.kept_part(memory.images[column], [row * self.width, 0], size);
             let before = memory.sum(k, first(*place), of_place);
-            let sum = k.matmul(gradient, x, before);
+            let sum = product(k, gradient, *place, before);
             memory.keep_sum(k, sum, first(*place));
         }
         if memory.sums.is_none() {
             return;
         }
-        let last = self.images * self.height / block.image_rows - 1;
-        k.when(2, last, |k| {
+        k.when(2, self.steps(block) - 1, |k| {
             for place in &places {
                 let sum = memory.sum(k, first(*place), of_place);
                 let sum = k.convert(sum, self.result);

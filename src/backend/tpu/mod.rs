@@ -64,7 +64,7 @@ pub struct Features {
     pub int8_break_even: Option<usize>,
     /// The same of products that kernels round.
     pub int8_kernels_break_even: Option<BreakEven>,
-    /// Bytes of a core's own memory that a kernel of training may take.
+    /// Bytes of a core's own memory that a kernel which asks for more than others may take.
     pub kernel_memory: usize,
 }
 

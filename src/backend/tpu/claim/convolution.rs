@@ -89,6 +89,7 @@ impl Claims<'_> {
                 side,
                 weights: layout,
                 added: Added::Nothing,
+                memory: self.features.kernel_memory,
             },
             contraction: i,
             x,

@@ -22,7 +22,7 @@ const PLACES: usize = 9;
 /// of a convolution and its derivatives, simulated on a v5e, in kernels and by the compiler: 0.08 and 0.18 for 32x32 places and
 /// 320 features, 0.24 and 0.30 for 640, 0.92 and 0.74 for 1,280, and 1.08 and 1.82 for 64x64 places, 1,280 features and 640.
 fn is_wide(places: usize, [inputs, outputs]: [usize; 2], narrowest: usize) -> bool {
-    inputs.min(outputs) >= narrowest && places >= inputs.max(outputs)
+    inputs.min(outputs) >= narrowest && 4 * places >= inputs.max(outputs)
 }
 
 /// The convolution of an image, or the derivative of one, with the bias behind it. Numbers are nodes.
@@ -142,6 +142,7 @@ fn image<'a>(
         side: 3,
         weights: layout,
         added: Added::Nothing,
+        memory: features.kernel_memory,
     };
     let found = Image {
         kernel,
@@ -177,11 +178,13 @@ fn weights(graph: &Graph, dims: &ConvDims, kernel: u32) -> Option<(u32, Weights)
 }
 
 /// The kernel's call for the derivative of a kernel; `None` for other convolutions, and where the kernel does not take it.
+/// `is_rounded`: only the result's rounding to bf16 reads it.
 pub(super) fn gradient_of_kernel(
     b: &Builder,
     [image, gradient]: [Tensor; 2],
     dims: &ConvDims,
     result: &Shape,
+    is_rounded: bool,
     parts: usize,
     narrowest: usize,
 ) -> Result<Option<Tensor>> {
@@ -200,7 +203,10 @@ pub(super) fn gradient_of_kernel(
         height,
         width,
         images: batch / parts,
-        result: result.dtype,
+        result: match is_rounded {
+            true => DType::BF16,
+            false => result.dtype,
+        },
     };
     let takes = *dims == derivative
         && result.dims[2..] == [3, 3]
@@ -233,5 +239,6 @@ pub(super) fn gradient_of_kernel(
     if columns != inputs {
         places = b.slice_dim(places, 3, 0, inputs)?;
     }
-    ordered(b, places, &[2, 3, 0, 1]).map(Some)
+    let gradient = ordered(b, places, &[2, 3, 0, 1])?;
+    b.convert(gradient, result.dtype).map(Some)
 }

@@ -87,7 +87,9 @@ fn claim(
             Op::Composite { .. } | Op::Binary(Binary::Add) => norms.claim(b, i, copies),
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
-                gradient_of_kernel(b, operands, dims, &node.shape, parts, narrowest)
+                // Of one part the sum is whole.
+                let is_rounded = parts == 1 && follow::rounding(graph, &users, i).is_some();
+                gradient_of_kernel(b, operands, dims, &node.shape, is_rounded, parts, narrowest)
             }
             _ => Ok(None),
         }
