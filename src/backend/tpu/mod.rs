@@ -134,7 +134,7 @@ impl Features {
             // columns 0.51, and 1,536 columns, which are the queries, keys and values of one attention, 0.64.
             (true, false) if kernels => columns.is_multiple_of(LANES),
             (true, _) => columns > least,
-            // Those of wide images are kernels in bfloat16, and products of patches in int8.
+            // Those that pay as kernels are kernels in bfloat16 too, the others products of patches.
             (false, true) => false,
             (false, false) => {
                 let in_kernels = kernels.then(|| self.int8_pays_in_kernels(product));

@@ -18,11 +18,13 @@ use super::{Result, is_split, pad_to};
 /// Places of a kernel.
 const PLACES: usize = 9;
 
-/// Whether kernels are faster than products of patches: for images that have as many places as features, or more. Milliseconds
-/// of a convolution and its derivatives, simulated on a v5e, in kernels and by the compiler: 0.08 and 0.18 for 32x32 places and
-/// 320 features, 0.24 and 0.30 for 640, 0.92 and 0.74 for 1,280, and 1.08 and 1.82 for 64x64 places, 1,280 features and 640.
-fn is_wide(places: usize, [inputs, outputs]: [usize; 2], narrowest: usize) -> bool {
-    inputs.min(outputs) >= narrowest && 4 * places >= inputs.max(outputs)
+/// Whether kernels are faster than products of patches: where one part of the batch has all images, and for images that have as many
+/// places as features, or more. Milliseconds in bf16 of a convolution of 1,280 features and its derivatives, simulated on a v5e, in
+/// kernels and by the compiler, which copies each image nine times: 0.27 and 0.57 for 16x32 places, 0.51 and 0.73 for 32x32. Sums
+/// that several parts share leave the kernel in f32, and the compiler rounds them in a pass of its own: SDXL's step in int8 with kernels
+/// for 32x32 places took 0.996 of its time on a v5e pod, and 1.03 on v6e's, and a quarter longer to compile.
+fn pays(places: usize, [inputs, outputs]: [usize; 2], parts: usize, narrowest: usize) -> bool {
+    inputs.min(outputs) >= narrowest && (parts == 1 || places >= inputs.max(outputs))
 }
 
 /// The convolution of an image, or the derivative of one, with the bias behind it. Numbers are nodes.
@@ -73,8 +75,8 @@ impl Image<'_> {
     }
 }
 
-/// The convolutions of wide images ([`is_wide`]), and the derivatives of such images, by the node whose value the kernel gives; in
-/// int8, if the chip multiplies that, those of all images: the compiler moves the integers of nine patches, the kernel rounds inside.
+/// The convolutions of images and of their derivatives that pay ([`pays`]), by the node whose value the kernel gives; in int8, if the
+/// chip multiplies that, all: the compiler moves the integers of nine patches, the kernel rounds inside.
 pub(super) fn images<'a>(
     graph: &'a Graph,
     users: &[Vec<Option<usize>>],
@@ -86,7 +88,7 @@ pub(super) fn images<'a>(
     let live = nodes.filter(|i| !users[*i].is_empty());
     let found = live.filter_map(|i| {
         let followed = follow::bias_and_rounding(graph, users, i);
-        let image = image(graph, i, &followed, features, narrowest)?;
+        let image = image(graph, i, &followed, features, parts, narrowest)?;
         let is_split = is_split(image.shape, parts);
         is_split.then_some((followed.root, image))
     });
@@ -99,6 +101,7 @@ fn image<'a>(
     i: usize,
     followed: &follow::Followed,
     features: Features,
+    parts: usize,
     narrowest: usize,
 ) -> Option<Image<'a>> {
     let node = &graph.nodes[i];
@@ -152,9 +155,8 @@ fn image<'a>(
         bias: followed.bias,
         shape: result,
     };
-    let channels = [inputs, outputs];
     let takes = match scales {
-        None => is_wide(height * width, channels, narrowest),
+        None => pays(height * width, [inputs, outputs], parts, narrowest),
         Some(_) => inputs.min(outputs) >= narrowest,
     };
     (takes && kernel.fits(inputs, outputs)).then_some(found)
@@ -213,7 +215,7 @@ pub(super) fn gradient_of_kernel(
         && [x.dtype, dy.dtype] == [DType::BF16; 2]
         && [DType::BF16, DType::F32].contains(&call.result)
         && is_split(&x, parts)
-        && is_wide(height * width, [inputs, outputs], narrowest);
+        && pays(height * width, [inputs, outputs], parts, narrowest);
     if !takes {
         return Ok(None);
     }

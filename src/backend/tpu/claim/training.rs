@@ -29,7 +29,7 @@ pub fn claims_in_training(
 ///
 /// - attention that is not causal, and of its derivative,
 /// - the gated GELU, layer norms that stayed whole, and their derivatives,
-/// - 3x3 convolutions of wide images with the bias after them, and of the derivatives of these images,
+/// - 3x3 convolutions with the bias after them, and of the derivatives of their images, where that pays,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
 ///   weights, with the ranges of what they multiply where several of the `parts` parts of the batch share these. `is_split` says which
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn other_convolutions_stay_the_compilers() {
-        // Rows that are no whole tiles, few channels, an image that is not wide, parts of half an image.
+        // Rows that are no whole tiles, few channels, places that fill no register of the gradient, parts of half an image.
         let cases = [
             ([1, 64, 8, 128, 128], 1),
             ([1, 32, 16, 4, 128], 1),
