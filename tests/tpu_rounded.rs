@@ -266,22 +266,29 @@ fn what_is_added_to_a_product_is_in_its_kernel() {
 
 #[test]
 fn a_convolution_is_a_kernel_bit_for_bit() {
-    // An image that is wide, with its derivatives in bf16, which are kernels then, and one that is not.
+    // An image that is wide, with its derivatives in bf16, which are kernels then; one that is not, of which the gradient of
+    // weights has too few places; the same in two parts.
     let cases = [
         (
             [1, 4, 32, 128, 128],
+            1,
             &[
                 "convolution",
                 "convolution_gradient_of_kernel",
                 "int8_convolution",
             ][..],
         ),
-        ([2, 1, 32, 128, 128], &["int8_convolution"]),
+        (
+            [2, 1, 32, 128, 128],
+            1,
+            &["convolution", "int8_convolution"],
+        ),
+        ([2, 1, 32, 128, 128], 2, &["int8_convolution"]),
     ];
-    for (sizes, expected) in cases {
+    for (sizes, parts, expected) in cases {
         let graph = trained_convolution(sizes);
-        let kernels = claim_training(&graph, Chip::V5e.features(), 1, &[]).unwrap();
-        assert_eq!(names(&kernels), expected, "{sizes:?}");
+        let kernels = claim_training(&graph, Chip::V5e.features(), parts, &[]).unwrap();
+        assert_eq!(names(&kernels), expected, "{sizes:?} in {parts}");
         let inputs = values(&graph);
         let [expected, found] =
             [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap()[0].clone());

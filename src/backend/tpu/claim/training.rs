@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn other_convolutions_stay_the_compilers() {
-        // Rows that are no whole tiles, few channels, places that fill no register of the gradient, parts of half an image.
+        // Rows that are no whole tiles, few channels, too narrow, parts of half an image.
         let cases = [
             ([1, 64, 8, 128, 128], 1),
             ([1, 32, 16, 4, 128], 1),
@@ -173,9 +173,18 @@ mod tests {
             let kernels = claim_training(&trained(case), Features::UNKNOWN, parts, &[]).unwrap();
             assert_eq!(calls(&kernels), 0, "{case:?} in {parts}");
         }
-        let taken =
-            claim_training(&trained([1, 16, 32, 128, 128]), Features::UNKNOWN, 1, &[]).unwrap();
-        assert_eq!(calls(&taken), 3);
+    }
+
+    /// Fewer places than features: the compiler rounds what several parts share in a pass of its own.
+    #[test]
+    fn narrow_images_of_one_part_are_kernels() {
+        for ([images, outputs], kernels) in
+            [([1, 128], 3), ([1, 640], 3), ([2, 128], 3), ([2, 640], 0)]
+        {
+            let graph = trained([images, 16, 32, 128, outputs]);
+            let taken = claim_training(&graph, Features::UNKNOWN, images, &[]).unwrap();
+            assert_eq!(calls(&taken), kernels, "{images} parts, {outputs} features");
+        }
     }
 
     /// Inputs that fill no register are padded where one block of all of them is too large.
