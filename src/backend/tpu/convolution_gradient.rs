@@ -55,6 +55,16 @@ struct Sizes {
     outputs: usize,
 }
 
+/// The rows and columns of the kernel's places.
+fn places() -> impl Iterator<Item = [usize; 2]> {
+    (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| [row, column]))
+}
+
+/// The first of a place's rows in the result.
+fn first_row([row, column]: [usize; 2], sizes: Sizes) -> usize {
+    (SIDE * row + column) * sizes.outputs
+}
+
 /// What the core keeps from step to step.
 struct Memory {
     /// The rows of the image that a block is computed from, as each column of the kernel sees them.
@@ -228,51 +238,68 @@ impl ConvolutionGradient {
     }
 
     fn step(&self, k: &mut Kernel, block: Block, sizes: Sizes) {
-        let pixels = self.pixels(block);
         let memory = self.memory(k, block, sizes);
         self.keep_image(k, block, &memory);
-        let of_place = [sizes.outputs, block.columns];
-        let places = (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| [row, column]));
-        let places: Vec<[usize; 2]> = places.collect();
-        let first = |[row, column]: [usize; 2]| (SIDE * row + column) * sizes.outputs;
-        let product = |k: &mut Kernel, gradient, [row, column]: [usize; 2], before| {
-            let size = [pixels, block.columns];
-            let x = k.kept_part(memory.images[column], [row * self.width, 0], size);
-            k.matmul(gradient, x, before)
-        };
-        let start = k.row(0);
-        if self.steps(block) == 1 {
-            let gradient = k.load(GRADIENT, start, sizes.outputs);
-            for place in &places {
-                let zeros = k.splat(DType::F32, of_place, 0.0);
-                let sum = product(k, gradient, *place, zeros);
-                let sum = k.convert(sum, self.result);
-                k.store(sum, [first(*place), 0]);
-            }
-            return;
+        match self.steps(block) {
+            1 => self.sum_at_once(k, &memory, block, sizes),
+            steps => self.sum_up(k, &memory, block, sizes, steps),
         }
+    }
+
+    fn sum_at_once(&self, k: &mut Kernel, memory: &Memory, block: Block, sizes: Sizes) {
+        let gradient = self.gradient(k, sizes);
+        for place in places() {
+            let zeros = k.splat(DType::F32, [sizes.outputs, block.columns], 0.0);
+            let sum = self.product(k, memory, block, place, [gradient, zeros]);
+            let sum = k.convert(sum, self.result);
+            k.store(sum, [first_row(place, sizes), 0]);
+        }
+    }
+
+    fn sum_up(&self, k: &mut Kernel, memory: &Memory, block: Block, sizes: Sizes, steps: usize) {
+        let of_place = [sizes.outputs, block.columns];
         k.when_first(2, |k| {
             let zeros = k.splat(DType::F32, of_place, 0.0);
-            for place in &places {
-                memory.keep_sum(k, zeros, first(*place));
+            for place in places() {
+                memory.keep_sum(k, zeros, first_row(place, sizes));
             }
         });
-        let gradient = k.load(GRADIENT, start, sizes.outputs);
-        for place in &places {
-            let before = memory.sum(k, first(*place), of_place);
-            let sum = product(k, gradient, *place, before);
-            memory.keep_sum(k, sum, first(*place));
+        let gradient = self.gradient(k, sizes);
+        for place in places() {
+            let before = memory.sum(k, first_row(place, sizes), of_place);
+            let sum = self.product(k, memory, block, place, [gradient, before]);
+            memory.keep_sum(k, sum, first_row(place, sizes));
         }
         if memory.sums.is_none() {
             return;
         }
-        k.when(2, self.steps(block) - 1, |k| {
-            for place in &places {
-                let sum = memory.sum(k, first(*place), of_place);
+        k.when(2, steps - 1, |k| {
+            for place in places() {
+                let sum = memory.sum(k, first_row(place, sizes), of_place);
                 let sum = k.convert(sum, self.result);
-                k.store(sum, [first(*place), 0]);
+                k.store(sum, [first_row(place, sizes), 0]);
             }
         });
+    }
+
+    /// The gradient of the result at the block's pixels.
+    fn gradient(&self, k: &mut Kernel, sizes: Sizes) -> KernelValue {
+        let start = k.row(0);
+        k.load(GRADIENT, start, sizes.outputs)
+    }
+
+    /// The gradient of the result times what `place` sees of the image, plus what was summed up before.
+    fn product(
+        &self,
+        k: &mut Kernel,
+        memory: &Memory,
+        block: Block,
+        [row, column]: [usize; 2],
+        [gradient, before]: [KernelValue; 2],
+    ) -> KernelValue {
+        let size = [self.pixels(block), block.columns];
+        let x = k.kept_part(memory.images[column], [row * self.width, 0], size);
+        k.matmul(gradient, x, before)
     }
 
     /// Keeps the rows of the block, the one before it and the one behind it, as each column of the kernel sees them.

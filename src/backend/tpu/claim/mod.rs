@@ -129,6 +129,17 @@ fn is_split(shape: &Shape, parts: usize) -> bool {
     batch.is_some_and(|batch| batch.is_multiple_of(parts))
 }
 
+/// The rounding to bf16 of node `i`, a sum over the batch, if that is its only use and the batch one part: several add up theirs in
+/// `f32`, as the compiler cannot add up all shapes in fewer bits.
+fn rounding_of_sum(
+    graph: &Graph,
+    users: &[Vec<Option<usize>>],
+    i: usize,
+    parts: usize,
+) -> Option<usize> {
+    follow::rounding(graph, users, i).filter(|_| parts == 1)
+}
+
 /// What `kernel` computes of the heads `x` `[batch, positions, heads, features]` and of `others`, whose last dimension has the
 /// features too. `None` where the kernel does not take them.
 fn heads(b: &Builder, kernel: Heads, x: Tensor, others: &[Tensor]) -> Result<Option<Tensor>> {

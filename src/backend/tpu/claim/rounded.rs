@@ -14,7 +14,7 @@ use crate::quant;
 use crate::shape::Shape;
 
 use super::super::{ColumnRanges, Features, RoundedGradient, RoundedProduct};
-use super::{Result, is_split};
+use super::{Result, is_split, rounding_of_sum};
 
 /// The nodes that read each node ([`follow::users`]).
 type Users = [Vec<Option<usize>>];
@@ -155,8 +155,7 @@ impl<'a> Claims<'a> {
         let live = self.live(users);
         let weights = self.weights_by_rows();
         live.filter_map(|i| {
-            // Devices add up their parts in `f32`: the compiler cannot add up all shapes in fewer bits.
-            let rounded = follow::rounding(self.graph, users, i).filter(|_| self.parts == 1);
+            let rounded = rounding_of_sum(self.graph, users, i, self.parts);
             let (root, result) = match rounded {
                 Some(rounded) => (rounded, DType::BF16),
                 None => (i, DType::F32),

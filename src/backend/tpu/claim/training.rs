@@ -9,7 +9,7 @@ use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
 use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{gradient_of_kernel, images};
-use super::{Result, is_split, rounded};
+use super::{Result, is_split, rounded, rounding_of_sum};
 
 /// Whether [`claim_training`] may take a composite of a step, which then stays whole. `rounds`: whether the step's products are of
 /// operands that it rounds, and so kernels too. The compiler's own products read norms, and write what these need.
@@ -87,8 +87,7 @@ fn claim(
             Op::Composite { .. } | Op::Binary(Binary::Add) => norms.claim(b, i, copies),
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
-                // Of one part the sum is whole.
-                let is_rounded = parts == 1 && follow::rounding(graph, &users, i).is_some();
+                let is_rounded = rounding_of_sum(graph, &users, i, parts).is_some();
                 gradient_of_kernel(b, operands, dims, &node.shape, is_rounded, parts, narrowest)
             }
             _ => Ok(None),
