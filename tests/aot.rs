@@ -237,8 +237,8 @@ fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled, option: &str) 
     assert!(maxima.count() > 0, "{report}");
 }
 
-/// Products of the training step for `chips` that give bfloat16, which all gradients of weights may be and nothing else is.
-fn narrow_products(chips: usize, more: &[&str]) -> usize {
+/// The training step for `chips` as text.
+fn lowered(chips: usize, more: &[&str]) -> String {
     let (_folder, path) = config_file();
     let topology = format!("compile_topology=v5e-{chips}");
     let split = format!("ici_fsdp_parallelism={chips}");
@@ -251,8 +251,12 @@ fn narrow_products(chips: usize, more: &[&str]) -> usize {
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
-    let products = text.lines().filter(|line| line.contains("dot_general"));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Products of a training step that give bfloat16, which all gradients of weights may be and nothing else is.
+fn narrow_products(program: &str) -> usize {
+    let products = program.lines().filter(|line| line.contains("dot_general"));
     let results = products.filter_map(|line| line.rsplit_once("-> "));
     results
         .filter(|(_, result)| result.contains("bf16>"))
@@ -262,12 +266,22 @@ fn narrow_products(chips: usize, more: &[&str]) -> usize {
 #[test]
 fn devices_add_up_gradients_in_bfloat16_where_the_compiler_can() {
     let asked = ["gradient_reduce_dtype=bfloat16"];
-    let narrow = narrow_products(8, &asked);
+    let narrow = narrow_products(&lowered(8, &asked));
     assert!(narrow > 10, "{narrow}");
-    assert_eq!(narrow_products(8, &[]), 0);
     // Each of 16 devices has 8 of 128 rows, which fill no tile.
-    let few = narrow_products(16, &asked);
+    let few = narrow_products(&lowered(16, &asked));
     assert!(few < narrow / 2, "{few} {narrow}");
+}
+
+/// One device rounds its gradients to the type of the activations. Of several, the compiler would round what each found before it
+/// adds that up.
+#[test]
+fn devices_add_up_gradients_in_float32_by_default() {
+    let asked = ["gradient_reduce_dtype=float32"];
+    let program = lowered(8, &[]);
+    assert_eq!(narrow_products(&program), 0);
+    assert!(program == lowered(8, &asked));
+    assert!(lowered(1, &[]) != lowered(1, &asked));
 }
 
 fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {

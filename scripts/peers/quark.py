@@ -19,13 +19,14 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 
 import torch
 from safetensors import safe_open
+
+from measured import run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = "diffusion_pytorch_model.safetensors"
@@ -41,17 +42,6 @@ CASES = {
 SMALL = dict(block_out_channels=[128, 256], down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
              up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"], transformer_layers_per_block=[1, 2], attention_head_dim=[2, 4],
              cross_attention_dim=128, sample_size=16)
-
-
-# Runs a command and writes its peak memory in KiB to a file. Linux counts what the process that starts another had at its peak for the
-# other too, so the one that starts has to be small.
-LAUNCHER = """
-import os, subprocess, sys
-child = subprocess.Popen(sys.argv[2:])
-_, status, usage = os.wait4(child.pid, 0)
-open(sys.argv[1], "w").write(str(usage.ru_maxrss))
-sys.exit(status != 0)
-"""
 
 
 def write_unet(folder, size):
@@ -99,17 +89,6 @@ def quark(case, folder, out):
         model = quantizer.freeze(quantizer.quantize_model(model))
         export_safetensors(model, out, weight_format="real_quantized")
     print(json.dumps({"work": time.perf_counter() - start}))
-
-
-def run(command):
-    """The seconds of a command, the peak bytes of its process, and the last line that it prints."""
-    with tempfile.NamedTemporaryFile("r") as peak:
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", LAUNCHER, peak.name, *map(str, command)], stdout=subprocess.PIPE, text=True)
-        seconds = time.perf_counter() - start
-        if done.returncode:
-            sys.exit(f"failed: {' '.join(map(str, command))}")
-        return seconds, int(peak.read()) * 1024, done.stdout.splitlines()[-1:]
 
 
 def copy(source, target):
@@ -245,7 +224,7 @@ def main():
         for case in CASES if arguments.only is None else [arguments.only]:
             theirs, mine = work / "quark", work / "ours"
             seconds, peak, printed = run([sys.executable, __file__, "--quark", case, folder, theirs])
-            row(case, "Quark", seconds, json.loads(printed[0])["work"], peak, (theirs / FILE).stat().st_size)
+            row(case, "Quark", seconds, json.loads(printed)["work"], peak, (theirs / FILE).stat().st_size)
             seconds, peak, _ = ours(arguments.program, folder, case, mine)
             note = compared(case, folder, Ours(mine), Quarks(theirs))
             row(case, "maxdiff-rs", seconds, 0, peak, (mine / "unet" / FILE).stat().st_size, note)

@@ -11,14 +11,14 @@ encodes the picture and its caption, compiles, and writes a checkpoint.
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import numpy
 from PIL import Image
+
+from measured import run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Family, recipe, side of the latents, rank of the updates, what the run says beside that.
@@ -29,20 +29,10 @@ CASES = {
 }
 
 
-def run(command):
-    """What a command prints, and the peak bytes of its process."""
-    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
-    printed = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
-    return printed, usage.ru_maxrss * 1024
-
-
 def ours(program, recipe, folder, pictures, steps, settings):
     """The fastest step after the first, in seconds, the losses, and the peak bytes."""
     with tempfile.TemporaryDirectory() as out:
-        _, peak = run([program, "train", ROOT / "configs" / recipe, f"pretrained_model_name_or_path={folder}",
+        _, peak, _ = run([program, "train", ROOT / "configs" / recipe, f"pretrained_model_name_or_path={folder}",
                        "hardware=cpu", "dataset_type=folder", f"train_data_dir={pictures}", f"max_train_steps={steps + 1}",
                        "weights_dtype=bfloat16", "log_period=1", "sample_every=-1", "checkpoint_every=-1",
                        f"output_dir={out}", "run_name=peer", *settings])
@@ -76,9 +66,9 @@ def main():
         folder = getattr(arguments, family)
         if folder is None:
             continue
-        printed, peak = run([sys.executable, ROOT / "scripts/peers/training_torch.py", folder, f"--lora-rank={rank}",
+        _, peak, printed = run([sys.executable, ROOT / "scripts/peers/training_torch.py", folder, f"--lora-rank={rank}",
                              f"--latents={latents}", f"--steps={arguments.steps}"])
-        peer = json.loads(printed.strip().splitlines()[-1])
+        peer = json.loads(printed)
         row(f"{name}, PyTorch", peer["least"], peer["least"], peak, peer["losses"])
         with tempfile.TemporaryDirectory() as temporary:
             temporary = pathlib.Path(temporary)

@@ -656,8 +656,8 @@ schema! {
         /// Round weights in bfloat16 up or down at random after each update, so that they follow small updates on average.
         stochastic_rounding: bool = false, Ours, TRAIN_STEP, when Is("weights_dtype", &["bfloat16"]), is [FixedOnResume];
         /// Element type in which the products that give gradients sum over the batch, on a device and between devices and slices.
-        /// Empty: float32, which products give. With bfloat16, gradients whose rows on a TPU are no multiple of 16 stay in float32,
-        /// because its compiler aborts on them.
+        /// Empty: float32, which a single device then rounds to `activations_dtype`. With bfloat16, gradients whose rows on a TPU are no
+        /// multiple of 16 stay in float32, because its compiler aborts on them.
         gradient_reduce_dtype: Option<FloatType> = None, Ours, TRAIN_STEP, is [FixedOnResume];
         /// AdamW, Lion and Prodigy: decay of the mean of gradients.
         adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),

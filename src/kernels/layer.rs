@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::graph::{
     Builder, Granularity, GraphError, NumericsConvention, Op, Tensor, TensorFormat, vjp,
 };
-use crate::lowering::{MayNarrow, Traced, Update};
+use crate::lowering::{Sums, Traced, Update};
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
 use crate::quant::{Formats, Policy, ROUNDING_KEY};
 use crate::shape::Shape;
@@ -214,7 +214,7 @@ impl Case {
         Ok(match self.layer.trains() {
             false => traced,
             true => traced.trained(Update {
-                add: Arc::new(|b: &Builder, _: &MayNarrow<'_>| derivative(b)),
+                add: Arc::new(|b: &Builder, _: &Sums<'_>| derivative(b)),
                 takes_stacks: false,
             }),
         })

@@ -3,7 +3,7 @@
 
 mod traced;
 
-pub use traced::{MayNarrow, Traced, Update};
+pub use traced::{Sums, Traced, Update};
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -333,8 +333,11 @@ fn trained(
         let rounds = graph.nodes.iter().any(is_rounded);
         let is_claimed =
             |kind: &Composite, body: &Graph| backend.claims_in_training(kind, body, parts, rounds);
-        let may_narrow = |weight: &Input| target.is_none_or(|target| target.narrows(weight));
-        differentiate(graph, update, &is_claimed, &may_narrow, stacks)
+        let sums = Sums {
+            between_devices: parts > 1,
+            may_narrow: &|weight| target.is_none_or(|target| target.narrows(weight)),
+        };
+        differentiate(graph, update, &is_claimed, &sums, stacks)
     };
     let is_stored = traced
         .policy
@@ -361,7 +364,7 @@ fn differentiate(
     graph: &Graph,
     update: &Update,
     is_claimed: &dyn Fn(&Composite, &Graph) -> bool,
-    may_narrow: &MayNarrow<'_>,
+    sums: &Sums<'_>,
     stacks: Option<usize>,
 ) -> Result<Graph, GraphError> {
     let inlined = graph.inline_composites(&|kind, body| {
@@ -373,7 +376,7 @@ fn differentiate(
         None => inlined,
     };
     let b = Builder::resume(forward);
-    (update.add)(&b, may_narrow)?;
+    (update.add)(&b, sums)?;
     Ok(b.finish())
 }
 

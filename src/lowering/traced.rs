@@ -6,11 +6,16 @@ use std::sync::Arc;
 use crate::graph::{Builder, Graph, GraphError, Input};
 use crate::quant::{self, Decision, Policy, QuantError};
 
-/// Whether devices may add up the gradient of a weight in a type of fewer bits than `f32`.
-pub type MayNarrow<'a> = dyn Fn(&Input) -> bool + 'a;
+/// How devices add up gradients.
+pub struct Sums<'a> {
+    /// Whether several devices have parts of the batch, and add up what each of them found.
+    pub between_devices: bool,
+    /// Whether they may add up the gradient of a weight in a type of fewer bits than `f32`.
+    pub may_narrow: &'a dyn Fn(&Input) -> bool,
+}
 
 /// Adds operations to a program.
-type Add = dyn Fn(&Builder, &MayNarrow<'_>) -> Result<(), GraphError> + Send + Sync;
+type Add = dyn Fn(&Builder, &Sums<'_>) -> Result<(), GraphError> + Send + Sync;
 
 /// What follows the forward pass of a training step.
 #[derive(Clone)]

@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::random::RandomKey;
-use crate::graph::{Builder, Comparison, Graph, GraphError, Op, Tensor, grad, scopes, stacked};
+use crate::graph::{
+    Builder, Comparison, Graph, GraphError, Input, Op, Tensor, grad, scopes, stacked,
+};
 use crate::host_tensor::HostTensor;
-use crate::lowering::{MayNarrow, Traced, Update};
+use crate::lowering::{Sums, Traced, Update};
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{
     ActivationRanges, Dropout, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
@@ -67,7 +69,8 @@ pub struct StepOptions {
     /// Whether the low-rank factors beside weights that are stored quantized are trained, in place of the denoiser's weights.
     pub trains_low_rank: bool,
     pub optimizer: OptimizerOptions,
-    /// The element type of the sums over the batch that gradients are; `None` is that of the products that give them, `f32`.
+    /// The element type of the sums over the batch that gradients are; `None`: `f32`, which one device alone
+    /// rounds to the type of the activations.
     pub gradient_reduce_dtype: Option<DType>,
     pub objective: Objective,
     /// The guidance scale that a denoiser is told which takes it.
@@ -213,7 +216,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let (beside, low_rank) = (options.trains_beside(), options.trains_low_rank);
     let settings = UpdateSettings {
         optimizer: options.optimizer,
-        sums: options.gradient_reduce_dtype,
+        gradient_reduce_dtype: options.gradient_reduce_dtype,
         freeze: options.fake_quantization.and_then(|fake| fake.freeze_after),
         plus_ratio: options.lora.as_ref().map_or(1.0, |lora| lora.plus_ratio),
     };
@@ -230,9 +233,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     // Scales that are learned start from the weights that they are of, each by its name.
     let takes_stacks = options.optimizer.takes_stacks() && options.fake_quantization.is_none();
     let update = Update {
-        add: Arc::new(move |b: &Builder, may_narrow: &MayNarrow<'_>| {
-            update(b, settings, may_narrow, &is_trained)
-        }),
+        add: Arc::new(move |b: &Builder, sums: &Sums<'_>| update(b, settings, sums, &is_trained)),
         takes_stacks,
     };
     Ok(traced.with_scan_layers(model.scan_layers).trained(update))
@@ -336,7 +337,7 @@ fn buffers(model: &DiffusionModel) -> Vec<String> {
 struct UpdateSettings {
     optimizer: OptimizerOptions,
     /// As [`StepOptions::gradient_reduce_dtype`] has it.
-    sums: Option<DType>,
+    gradient_reduce_dtype: Option<DType>,
     /// The number of updates that learned scales have; they stay after them.
     freeze: Option<u64>,
     /// How many times the learning rate of first factors that of second ones is.
@@ -349,7 +350,7 @@ struct UpdateSettings {
 fn update(
     b: &Builder,
     settings: UpdateSettings,
-    may_narrow: &MayNarrow<'_>,
+    sums: &Sums<'_>,
     is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
     let optimizer = &settings.optimizer;
@@ -359,14 +360,16 @@ fn update(
         return Err(b.invalid("a training step has an output before its update: the loss"));
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
-    let mut weights = weights(b, may_narrow);
+    let mut weights = weights(b, sums.may_narrow);
     weights.retain(|weight| is_trained(&weight.name, live[weight.tensor.index()]));
     let wrt: Vec<Tensor> = weights
         .iter()
         .flat_map(|weight| weight.entries.iter().copied())
         .collect();
     let mut gradients = grad(b, loss, &wrt)?;
-    if let Some(dtype) = settings.sums {
+    // In `f32` unless it says otherwise: the compiler moves a rounding behind the sum of several devices before it.
+    let between_devices = sums.between_devices.then_some(DType::F32);
+    if let Some(dtype) = settings.gradient_reduce_dtype.or(between_devices) {
         let may_narrow = weights
             .iter()
             .flat_map(|weight| weight.entries.iter().map(|_| weight.may_narrow));
@@ -484,7 +487,7 @@ fn until(b: &Builder, last: u64, learning_rate: Tensor) -> Result<Tensor, GraphE
 }
 
 /// All weights.
-fn weights(b: &Builder, may_narrow: &MayNarrow<'_>) -> Vec<Weight> {
+fn weights(b: &Builder, may_narrow: &dyn Fn(&Input) -> bool) -> Vec<Weight> {
     b.with_graph(|g| {
         let mut entries = stacked::entry_nodes(g);
         let nodes = g.nodes.iter().enumerate();

@@ -20,9 +20,8 @@ const PLACES: usize = 9;
 
 /// Whether kernels are faster than products of patches: where one part of the batch has all images, and for images that have as many
 /// places as features, or more. Milliseconds in bf16 of a convolution of 1,280 features and its derivatives, simulated on a v5e, in
-/// kernels and by the compiler, which copies each image nine times: 0.27 and 0.57 for 16x32 places, 0.51 and 0.73 for 32x32. Sums
-/// that several parts share leave the kernel in f32, and the compiler rounds them in a pass of its own: SDXL's step in int8 with kernels
-/// for 32x32 places took 0.996 of its time on a v5e pod, and 1.03 on v6e's, and a quarter longer to compile.
+/// kernels and by the compiler, which copies each image nine times: 0.27 and 0.57 for 16x32 places, 0.51 and 0.73 for 32x32. Pods
+/// gain less, and SDXL's step for them takes a quarter longer to compile with kernels for 32x32 places.
 fn pays(places: usize, [inputs, outputs]: [usize; 2], parts: usize, narrowest: usize) -> bool {
     inputs.min(outputs) >= narrowest && (parts == 1 || places >= inputs.max(outputs))
 }
