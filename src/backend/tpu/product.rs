@@ -8,15 +8,18 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
+use super::Features;
 use super::arithmetic::{Arithmetic, MOST_TERMS, block_of_columns};
 use super::call::KernelCall;
 use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window};
 
-/// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
+/// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks of int8 take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
 const MOST_COLUMNS: usize = 1280;
+/// The same in bf16, but for matrix units that keep sums: others read and write the block's sums once for 128 terms.
+const MOST_ADDED_COLUMNS: usize = 640;
 /// Rows of a block, at most, where one block has all columns, and where there are several: more rows then need the
-/// weights to be read less often.
+/// weights to be read less often. In bf16 always the second.
 const MOST_ROWS: [usize; 2] = [256, 512];
 /// Numbers of a block of rows above [`MOST_ROWS`] by stored weights that are one block, at most: the first block is read
 /// before anything is multiplied, and the last result written behind. By the simulation of SDXL's layers on v5e 256 rows of 1,280 and 512 of 640
@@ -44,9 +47,9 @@ pub struct Product {
     pub norm: Option<f64>,
     pub gated: bool,
     pub residual: bool,
-    /// Whether one core takes all steps, so that a layer norm of rows by [`Arithmetic::Stored`] weights is computed once for
+    /// Of the chip. Where one core takes all steps, a layer norm of rows by [`Arithmetic::Stored`] weights is computed once for
     /// all blocks of columns.
-    pub one_core: bool,
+    pub features: Features,
 }
 
 /// Rows and columns of the result's blocks.
@@ -83,14 +86,19 @@ impl Product {
         }
         let width = match self.gated {
             true => Product::gated_block(columns)?,
-            false => block_of_columns(columns, MOST_COLUMNS)?,
+            false => block_of_columns(columns, self.most_columns())?,
         };
         if let Arithmetic::Stored(weights) = self.arithmetic {
             weights.run(terms)?;
             return self.stored_blocks(rows, terms, columns, width);
         }
-        let several = usize::from(width < columns);
-        let mut most = MOST_ROWS[several];
+        let is_bf16 = self.arithmetic == Arithmetic::Bf16;
+        let most_bytes = match is_bf16 {
+            true => self.memory() / 16 * 15,
+            false => self.memory(),
+        };
+        let several = is_bf16 || width < columns;
+        let mut most = MOST_ROWS[usize::from(several)];
         while most >= TILE_ROWS {
             let count = rows.div_ceil(most);
             let blocks = Blocks {
@@ -99,7 +107,7 @@ impl Product {
                 grid: [count, columns / width],
                 keeps_rows: false,
             };
-            if self.bytes(blocks, terms) <= VMEM_BYTES {
+            if self.bytes(blocks, terms) <= most_bytes {
                 return Some(blocks);
             }
             most /= 2;
@@ -107,7 +115,23 @@ impl Product {
         None
     }
 
-    /// The same of stored weights, whose block is wide in the core's memory too: of `width` columns at most, and so many rows
+    fn most_columns(&self) -> usize {
+        match self.arithmetic == Arithmetic::Bf16 && !self.features.keeps_sums {
+            true => MOST_ADDED_COLUMNS,
+            false => MOST_COLUMNS,
+        }
+    }
+
+    /// Bytes of the core's memory that the kernel may take.
+    fn memory(&self) -> usize {
+        match self.arithmetic {
+            Arithmetic::Bf16 => self.features.kernel_memory,
+            Arithmetic::Stored(_) => MOST_VMEM_BYTES,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => VMEM_BYTES,
+        }
+    }
+
+    /// [`Product::blocks`] of stored weights, whose block is wide in the core's memory too: of `width` columns at most, and so many rows
     /// that widening a block's weights, which all rows share, and reading the rows, which all columns do, take little. Rows
     /// stay on the chip after their norm where they fit beside the larger blocks.
     fn stored_blocks(
@@ -130,7 +154,7 @@ impl Product {
                 keeps_rows: keeps_rows && columns_of_block < columns,
             }
         };
-        let keeps_rows = self.one_core && self.norm.is_some();
+        let keeps_rows = self.features.one_core && self.norm.is_some();
         let pays = move |most: usize, width: usize| match width < columns {
             true => most <= MOST_ROWS[1] || 4 * most <= rows,
             false => most <= MOST_ROWS[0] || most * terms <= MOST_NUMBERS,
@@ -146,7 +170,7 @@ impl Product {
             let sizes = sizes.filter(move |(most, width)| pays(*most, *width));
             sizes.map(move |(most, width)| of(most, width, keeps_rows))
         });
-        blocks.find(|blocks| self.bytes(*blocks, terms) <= MOST_VMEM_BYTES / 16 * 15)
+        blocks.find(|blocks| self.bytes(*blocks, terms) <= self.memory() / 16 * 15)
     }
 
     /// Bytes of the core's memory: windows, scratch, rows or results in `f32`, and of stored weights once more what is widened:
@@ -285,9 +309,7 @@ impl Product {
         let mut steps = [0; 2];
         (steps[along_rows], steps[along_columns]) = (grid[0], grid[1]);
         let mut kernel = Kernel::new(steps.to_vec(), windows);
-        if matches!(self.arithmetic, Arithmetic::Stored(_)) {
-            kernel.memory = MOST_VMEM_BYTES;
-        }
+        kernel.memory = self.memory();
         self.step(&mut kernel, blocks, terms);
         kernel
     }
@@ -418,7 +440,10 @@ mod tests {
             norm: Some(1e-5),
             gated: false,
             residual: false,
-            one_core: true,
+            features: Features {
+                one_core: true,
+                ..Features::UNKNOWN
+            },
         };
         let [rows, terms, columns] = [3 * TILE_ROWS, LANES, 2 * LANES];
         let numbers = |count: usize, most: i64| -> Vec<f32> {

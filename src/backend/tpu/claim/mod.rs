@@ -259,7 +259,7 @@ impl<'a> Claims<'a> {
                 norm: None,
                 gated: false,
                 residual: false,
-                one_core: self.features.one_core,
+                features: self.features,
             },
             contraction: i,
             x,
