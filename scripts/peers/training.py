@@ -33,9 +33,9 @@ def ours(program, recipe, folder, pictures, steps, settings):
     """The fastest step after the first, in seconds, the losses, and the peak bytes."""
     with tempfile.TemporaryDirectory() as out:
         _, peak, _ = run([program, "train", ROOT / "configs" / recipe, f"pretrained_model_name_or_path={folder}",
-                       "hardware=cpu", "dataset_type=folder", f"train_data_dir={pictures}", f"max_train_steps={steps + 1}",
-                       "weights_dtype=bfloat16", "log_period=1", "sample_every=-1", "checkpoint_every=-1",
-                       f"output_dir={out}", "run_name=peer", *settings])
+                          "hardware=cpu", "dataset_type=folder", f"train_data_dir={pictures}", f"max_train_steps={steps + 1}",
+                          "weights_dtype=bfloat16", "log_period=1", "sample_every=-1", "checkpoint_every=-1",
+                          f"output_dir={out}", "run_name=peer", *settings])
         lines = [json.loads(line) for line in (pathlib.Path(out) / "peer/metrics.jsonl").read_text().splitlines()]
     seconds = [line["perf/step_time_seconds"] for line in lines if "perf/step_time_seconds" in line]
     return min(seconds[1:]), [line["learning/loss"] for line in lines if "learning/loss" in line], peak
@@ -67,7 +67,7 @@ def main():
         if folder is None:
             continue
         _, peak, printed = run([sys.executable, ROOT / "scripts/peers/training_torch.py", folder, f"--lora-rank={rank}",
-                             f"--latents={latents}", f"--steps={arguments.steps}"])
+                                f"--latents={latents}", f"--steps={arguments.steps}"])
         peer = json.loads(printed)
         row(f"{name}, PyTorch", peer["least"], peer["least"], peak, peer["losses"])
         with tempfile.TemporaryDirectory() as temporary:

@@ -92,12 +92,7 @@ impl Product {
             weights.run(terms)?;
             return self.stored_blocks(rows, terms, columns, width);
         }
-        let is_bf16 = self.arithmetic == Arithmetic::Bf16;
-        let most_bytes = match is_bf16 {
-            true => self.memory() / 16 * 15,
-            false => self.memory(),
-        };
-        let several = is_bf16 || width < columns;
+        let several = self.arithmetic == Arithmetic::Bf16 || width < columns;
         let mut most = MOST_ROWS[usize::from(several)];
         while most >= TILE_ROWS {
             let count = rows.div_ceil(most);
@@ -107,7 +102,7 @@ impl Product {
                 grid: [count, columns / width],
                 keeps_rows: false,
             };
-            if self.bytes(blocks, terms) <= most_bytes {
+            if self.bytes(blocks, terms) <= self.most_bytes() {
                 return Some(blocks);
             }
             most /= 2;
@@ -128,6 +123,14 @@ impl Product {
             Arithmetic::Bf16 => self.features.kernel_memory,
             Arithmetic::Stored(_) => MOST_VMEM_BYTES,
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => VMEM_BYTES,
+        }
+    }
+
+    /// How much of it blocks fill; of the larger memory the compiler keeps some.
+    fn most_bytes(&self) -> usize {
+        match self.arithmetic {
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => self.memory() / 16 * 15,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => self.memory(),
         }
     }
 
@@ -170,7 +173,7 @@ impl Product {
             let sizes = sizes.filter(move |(most, width)| pays(*most, *width));
             sizes.map(move |(most, width)| of(most, width, keeps_rows))
         });
-        blocks.find(|blocks| self.bytes(*blocks, terms) <= self.memory() / 16 * 15)
+        blocks.find(|blocks| self.bytes(*blocks, terms) <= self.most_bytes())
     }
 
     /// Bytes of the core's memory: windows, scratch, rows or results in `f32`, and of stored weights once more what is widened:
