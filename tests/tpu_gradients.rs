@@ -57,8 +57,9 @@ fn the_derivative_of_attention_is_its_body() {
         ([2, 1, 128, 256, 64], 2),
         ([1, 1, 128, 520, 64], 2),
         ([1, 1, 128, 256, 128], 2),
+        ([1, 1, 128, 2400, 64], 2),
         // Few keys for several blocks of queries.
-        ([1, 2, 1024, 77, 64], 2),
+        ([1, 2, 2560, 77, 64], 2),
     ];
     for (case, count) in cases {
         let graph = derivative(case);

@@ -7,18 +7,18 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError, constraint};
 use crate::shape::Shape;
 
+use super::Features;
 use super::call::KernelCall;
-use super::mosaic::{Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
 
-/// Queries and keys of a block, at most. By the compiler's simulation of 4,096 queries and keys on v5e, blocks of 256
-/// or 1024 take 1 to 14 % more cycles.
+/// Queries and keys are padded to whole blocks of at most so many.
 const MOST_ROWS: usize = 512;
+/// Keys that a step of the grid computes together, at most, the most first. Matrix units load keys and values once for a block of
+/// queries, so larger blocks take fewer cycles, on v6e the most: 4,096 queries and keys of two heads 86,990 in blocks of
+/// 1,024, 104,797 in blocks of 512.
+const MOST_KEYS: [usize; 3] = [2048, 1024, MOST_ROWS];
 /// Rows of a bf16 tile.
 pub(super) const TILE_ROWS: usize = 16;
-/// Blocks of queries from which the matrix units sum the weights of two heads that share the lanes: they multiply the lanes of
-/// the other head anyway, but ones have to be put there first. With 8 blocks, SDXL's 4,096 tokens, it takes 5.6 % fewer cycles
-/// on v5e; with 2, a text's 77 keys take 5 % more.
-const SUMS_BY_PRODUCT: usize = 4;
 
 /// Attention of heads that lie side by side in the lanes.
 ///
@@ -35,6 +35,7 @@ pub struct Attention {
     pub keys: usize,
     /// Whether q, k and v are columns of one array.
     pub side_by_side: bool,
+    pub features: Features,
 }
 
 /// Blocks of equal size.
@@ -60,6 +61,18 @@ impl Blocks {
     pub fn length(self) -> usize {
         self.count * self.size
     }
+
+    /// The same rows, as many blocks side by side as are `most` rows together at most.
+    fn joined(self, most: usize) -> Blocks {
+        let together = (1..=self.count)
+            .rev()
+            .find(|together| self.count.is_multiple_of(*together) && together * self.size <= most);
+        let together = together.unwrap_or(1);
+        Blocks {
+            count: self.count / together,
+            size: self.size * together,
+        }
+    }
 }
 
 /// The softmax of one head up to a block of keys.
@@ -74,11 +87,20 @@ struct Softmax {
     values: KernelValue,
 }
 
-/// Where a step finds the keys and the values of its heads.
+/// What a step multiplies for one head.
 struct Operands {
-    queries: Vec<KernelValue>,
-    /// The values of each of two heads, with ones in the lanes of the other; none where sums are taken by themselves.
-    values: Vec<Scratch>,
+    queries: KernelValue,
+    filled: Option<Filled>,
+}
+
+/// Keys and values for one of two heads that share the lanes, with something of use in the lanes of the other. The matrix units multiply
+/// these anyway, but they have to be filled first, which does not pay for few keys.
+#[derive(Clone, Copy)]
+struct Filled {
+    /// The head's keys once more, for what rounding left of the queries.
+    keys: Scratch,
+    /// Ones, for the sums of the weights.
+    values: Scratch,
 }
 
 impl Attention {
@@ -97,11 +119,55 @@ impl Attention {
 
     /// Whether a core can hold what the kernel works with for these padded queries and keys.
     pub fn fits(&self, q: &Shape, k: &Shape) -> bool {
-        let [rows, keys] = Blocks::of_both([q.dims[1], k.dims[1]]);
-        // Scores, their weights, and the weights in bf16, of each head that shares the lanes.
-        let scores = self.heads_of_slab() * rows.size * keys.size * (4 + 4 + 2);
-        let kernel = self.kernel(q, k);
-        kernel.window_bytes() + kernel.scratch_bytes() + scores <= VMEM_BYTES
+        self.holds(q, k, self.blocks(q, k))
+    }
+
+    fn holds(&self, q: &Shape, k: &Shape, [rows, keys]: [Blocks; 2]) -> bool {
+        // The weights of each head that shares the lanes take 2 bytes; of scores the compiler keeps but a part at a time.
+        let scores = self.heads_of_slab() * rows.size * keys.size * 4;
+        let kernel = self.kernel_of_blocks(q, k, [rows, keys]);
+        kernel.window_bytes() + kernel.scratch_bytes() + scores
+            <= self.features.kernel_memory / 16 * 15
+    }
+
+    /// The blocks that a step of the grid computes, of padded queries and keys.
+    fn blocks(&self, q: &Shape, k: &Shape) -> [Blocks; 2] {
+        let keys = k.dims[1];
+        let most_keys = match keys <= self.few_keys() {
+            true => MOST_ROWS,
+            false => keys,
+        };
+        self.largest_blocks([q, k], |both| {
+            both[1].size <= most_keys && self.holds(q, k, both)
+        })
+    }
+
+    /// Keys whose weights the vector units sum, in blocks of [`MOST_ROWS`]. Where matrix units keep sums, 1,024 keys are not few: four
+    /// heads with as many queries take 12,875 cycles so on v6e, and 11,997 otherwise; on v5e 21,063 and 22,105.
+    fn few_keys(&self) -> usize {
+        match self.features.keeps_sums {
+            true => MOST_ROWS,
+            false => 2 * MOST_ROWS,
+        }
+    }
+
+    /// The largest blocks of padded queries and keys that a core can hold; those of the padding where it can hold none.
+    pub(super) fn largest_blocks(
+        &self,
+        of: [&Shape; 2],
+        fit: impl Fn([Blocks; 2]) -> bool,
+    ) -> [Blocks; 2] {
+        let [queries, keys] = Blocks::of_both(of.map(|shape| shape.dims[1]));
+        // By the simulation of v5e and v6e: the fewer keys, the more queries it takes to pay for what each block does once.
+        let most = match keys.length() {
+            0..=MOST_ROWS => 4 * MOST_ROWS,
+            length if length <= 2 * MOST_ROWS => 2 * MOST_ROWS,
+            _ => MOST_ROWS * self.heads_of_slab(),
+        };
+        let mut all = [most, MOST_ROWS].into_iter().flat_map(|most| {
+            MOST_KEYS.map(|most_keys| [queries.joined(most), keys.joined(most_keys)])
+        });
+        all.find(|both| fit(*both)).unwrap_or([queries, keys])
     }
 
     /// The shapes of q and of k, and of v.
@@ -133,8 +199,11 @@ impl Attention {
 
     /// The kernel for queries and keys of these shapes.
     fn kernel(&self, q: &Shape, k: &Shape) -> Kernel {
+        self.kernel_of_blocks(q, k, self.blocks(q, k))
+    }
+
+    fn kernel_of_blocks(&self, q: &Shape, k: &Shape, [rows, keys]: [Blocks; 2]) -> Kernel {
         let [batch, _, columns] = [0, 1, 2].map(|d| q.dims[d]);
-        let [rows, keys] = Blocks::of_both([q.dims[1], k.dims[1]]);
         let slab = self.slab();
         let slabs = columns / slab;
         let result = Window {
@@ -170,6 +239,7 @@ impl Attention {
         let grid = vec![batch, slabs, rows.count];
         let windows = vec![operand(0), operand(1), operand(2), result];
         let mut kernel = Kernel::new(grid, windows);
+        kernel.memory = self.features.kernel_memory;
         self.step(&mut kernel, rows, keys);
         kernel
     }
@@ -181,17 +251,20 @@ impl Attention {
         let heads = self.heads_of_slab();
         let first = k.row(0);
         let q = k.load(0, first, rows);
-        let of_heads = (0..heads).map(|head| self.lanes(k, q, head, 0.0));
-        let of_heads: Vec<KernelValue> = of_heads.collect();
-        let values = match heads == 2 && queries.count >= SUMS_BY_PRODUCT {
-            true => self.values_and_ones(k, keys),
-            false => Vec::new(),
+        let fills = heads == 2 && keys.length() > self.few_keys();
+        let filled = fills.then(|| self.filled(k, keys));
+        let sums_alone = filled.is_none();
+        let of_head = |head| match filled {
+            Some(filled) => Operands {
+                queries: self.scaled_queries(k, q, head),
+                filled: Some(filled[head]),
+            },
+            None => Operands {
+                queries: self.lanes(k, q, head, 0.0),
+                filled: None,
+            },
         };
-        let sums_alone = values.is_empty();
-        let operands = Operands {
-            queries: of_heads,
-            values,
-        };
+        let operands: Vec<Operands> = (0..heads).map(of_head).collect();
         // Two blocks of keys in a turn: one's products overlap the other's softmax. A single pair needs no loop.
         let pairs = match self.keys / keys.size / 2 {
             1 => 0,
@@ -253,23 +326,58 @@ impl Attention {
         }
     }
 
-    /// The values of each of two heads that share the lanes, with ones in the lanes of the other, made in the first step
-    /// that sees them.
-    fn values_and_ones(&self, k: &mut Kernel, keys: Blocks) -> Vec<Scratch> {
+    /// What fills the lanes for each of two heads, made in the first step that sees these keys and values.
+    fn filled(&self, k: &mut Kernel, keys: Blocks) -> [Filled; 2] {
         let size = [keys.length(), self.slab()];
-        let of_heads = [0, 1].map(|_| k.scratch(DType::BF16, size));
+        let of_heads = [0, 1].map(|_| Filled {
+            keys: k.scratch(DType::BF16, size),
+            values: k.scratch(DType::BF16, size),
+        });
         k.when_first(2, |k| {
             k.repeat(keys.count, Vec::new(), |k, counter, _| {
                 let row = k.row_of(counter, keys.size, 0);
-                let values = k.load(2, row, keys.size);
+                let [these, values] = [1, 2].map(|window| k.load(window, row, keys.size));
+                let these = k.convert(these, DType::F32);
+                let other = k.rotate(these, self.size);
                 for (head, to) in of_heads.into_iter().enumerate() {
-                    let own = self.lanes(k, values, head, 1.0);
-                    k.keep_at(to, own, row, 0);
+                    let twice = self.side_by_side(k, head, these, other);
+                    k.keep_at(to.keys, twice, row, 0);
+                    let with_ones = self.lanes(k, values, head, 1.0);
+                    k.keep_at(to.values, with_ones, row, 0);
                 }
                 Vec::new()
             });
         });
-        of_heads.to_vec()
+        of_heads
+    }
+
+    /// The queries of one of two heads, scaled so that products with keys are scores in powers of two: rounded to bf16 in the head's
+    /// lanes, and what rounding left in the other's. Scaling so takes less than scaling scores, and loses no more.
+    fn scaled_queries(&self, k: &mut Kernel, q: KernelValue, head: usize) -> KernelValue {
+        let q = k.convert(q, DType::F32);
+        let scale = k.splat(DType::F32, k.size(q), self.scale * LOG2_E);
+        let q = k.mul(q, scale);
+        let rounded = k.convert(q, DType::BF16);
+        let rounded = k.convert(rounded, DType::F32);
+        let rest = k.sub(q, rounded);
+        let rest = k.rotate(rest, self.size);
+        self.side_by_side(k, head, rounded, rest)
+    }
+
+    /// The lanes of one of two heads from `own`, and those of the other from `other`, in bf16.
+    fn side_by_side(
+        &self,
+        k: &mut Kernel,
+        head: usize,
+        own: KernelValue,
+        other: KernelValue,
+    ) -> KernelValue {
+        let is_low = self.is_low(k, k.size(own)[0]);
+        let all = match head {
+            0 => k.select(is_low, own, other),
+            _ => k.select(is_low, other, own),
+        };
+        k.convert(all, DType::BF16)
     }
 
     /// Which lanes are those of the first of two heads.
@@ -308,10 +416,8 @@ impl Attention {
         rows: KernelValue,
         columns: KernelValue,
     ) -> KernelValue {
-        let size = [k.size(rows)[0], k.size(columns)[0]];
-        let zero = k.splat(DType::F32, size, 0.0);
-        let scores = k.matmul_transposed(rows, columns, zero);
-        let scale = k.splat(DType::F32, size, self.scale * LOG2_E);
+        let scores = product(k, rows, columns);
+        let scale = k.splat(DType::F32, k.size(scores), self.scale * LOG2_E);
         k.mul(scores, scale)
     }
 
@@ -324,15 +430,7 @@ impl Attention {
         limit: Option<usize>,
     ) -> KernelValue {
         let scores = self.scores(k, q, keys);
-        let Some(limit) = limit else {
-            return scores;
-        };
-        let size = k.size(scores);
-        let column = k.columns(size);
-        let limit = k.splat(DType::S32, size, limit as f64);
-        let is_key = k.less(column, limit);
-        let lowest = k.splat(DType::F32, size, -1e30);
-        k.select(is_key, scores, lowest)
+        without_padding(k, scores, limit)
     }
 
     /// Takes a block of keys into the softmax of each head; of the first there is none before. From column `limit` on,
@@ -340,19 +438,27 @@ impl Attention {
     fn block(
         &self,
         k: &mut Kernel,
-        operands: &Operands,
+        operands: &[Operands],
         row: KernelValue,
         size: [usize; 2],
         limit: Option<usize>,
         before: &[Softmax],
     ) -> Vec<Softmax> {
-        let keys = k.load(1, row, size[1]);
-        let take = |(head, q): (usize, &KernelValue)| {
-            let values = match operands.values.get(head) {
-                Some(values) => k.kept_at(*values, row, 0, [size[1], self.slab()]),
-                None => k.load(2, row, size[1]),
+        let own = [size[1], self.slab()];
+        let take = |(head, operands): (usize, &Operands)| {
+            let (scores, values) = match operands.filled {
+                Some(filled) => {
+                    let keys = k.kept_at(filled.keys, row, 0, own);
+                    let scores = product(k, operands.queries, keys);
+                    let scores = without_padding(k, scores, limit);
+                    (scores, k.kept_at(filled.values, row, 0, own))
+                }
+                None => {
+                    let [keys, values] = [1, 2].map(|window| k.load(window, row, size[1]));
+                    let scores = self.scores_of_keys(k, operands.queries, keys, limit);
+                    (scores, values)
+                }
             };
-            let scores = self.scores_of_keys(k, *q, keys, limit);
             let before = before.get(head);
             let mut highest = k.row_max(scores);
             if let Some(before) = before {
@@ -361,8 +467,10 @@ impl Attention {
             let shift = k.broadcast(highest, size[1]);
             let shifted = k.sub(scores, shift);
             let weights = k.exp2(shifted);
-            let sums_alone = operands.values.is_empty();
-            let mut total = sums_alone.then(|| k.row_sum(weights));
+            let mut total = match operands.filled {
+                Some(_) => None,
+                None => Some(k.row_sum(weights)),
+            };
             let mut start = k.splat(DType::F32, [size[0], self.slab()], 0.0);
             if let Some(before) = before {
                 let change = k.sub(before.highest, highest);
@@ -381,8 +489,28 @@ impl Attention {
                 values: k.matmul(weights, values, start),
             }
         };
-        operands.queries.iter().enumerate().map(take).collect()
+        operands.iter().enumerate().map(take).collect()
     }
+}
+
+/// `rows` times the transposed `columns`.
+fn product(k: &mut Kernel, rows: KernelValue, columns: KernelValue) -> KernelValue {
+    let size = [k.size(rows)[0], k.size(columns)[0]];
+    let zero = k.splat(DType::F32, size, 0.0);
+    k.matmul_transposed(rows, columns, zero)
+}
+
+/// Scores, the lowest there are for keys from column `limit` on.
+fn without_padding(k: &mut Kernel, scores: KernelValue, limit: Option<usize>) -> KernelValue {
+    let Some(limit) = limit else {
+        return scores;
+    };
+    let size = k.size(scores);
+    let column = k.columns(size);
+    let limit = k.splat(DType::S32, size, limit as f64);
+    let is_key = k.less(column, limit);
+    let lowest = k.splat(DType::F32, size, -1e30);
+    k.select(is_key, scores, lowest)
 }
 
 fn flat(states: &[Softmax]) -> Vec<KernelValue> {

@@ -30,8 +30,6 @@ const GRADIENT: usize = 4;
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionGradients {
     pub of: Attention,
-    /// Bytes of a core's memory that the kernel may take.
-    pub memory: usize,
 }
 
 /// What a step keeps beside its blocks.
@@ -61,12 +59,21 @@ struct Head {
 impl AttentionGradients {
     /// Whether there is a kernel for these padded queries and keys, and a core can hold what it works with.
     pub fn fits(&self, q: &Shape, k: &Shape) -> bool {
-        let [queries, keys] = blocks([q, k]);
-        let kernel = self.kernel([q, k]);
-        // Scores, weights, and their gradients of each head that shares the lanes.
-        let scores = self.of.heads_of_slab() * queries.size * keys.size * 16;
+        let [queries, keys] = self.blocks([q, k]);
+        queries.size.is_multiple_of(LANES) && self.holds([q, k], [queries, keys])
+    }
+
+    fn blocks(&self, shapes: [&Shape; 2]) -> [Blocks; 2] {
+        self.of
+            .largest_blocks(shapes, |both| self.holds(shapes, both))
+    }
+
+    fn holds(&self, shapes: [&Shape; 2], [queries, keys]: [Blocks; 2]) -> bool {
+        let kernel = self.kernel_of_blocks(shapes, [queries, keys]);
+        // One head after the other: weights and the gradients of scores take 2 bytes, those of weights 4.
+        let scores = queries.size * keys.size * (2 + 2 + 4);
         let bytes = kernel.window_bytes() + kernel.scratch_bytes() + scores;
-        queries.size.is_multiple_of(LANES) && bytes <= self.memory / 16 * 15
+        bytes <= self.of.features.kernel_memory / 16 * 15
     }
 
     /// The shapes of q and k among the operands.
@@ -83,7 +90,10 @@ impl AttentionGradients {
     }
 
     fn kernel(&self, shapes: [&Shape; 2]) -> Kernel {
-        let [queries, keys] = blocks(shapes);
+        self.kernel_of_blocks(shapes, self.blocks(shapes))
+    }
+
+    fn kernel_of_blocks(&self, shapes: [&Shape; 2], [queries, keys]: [Blocks; 2]) -> Kernel {
         let result = Self::result(shapes);
         let [batch, rows, columns] = [0, 1, 2].map(|d| result.dims[d]);
         let slab = self.of.slab();
@@ -104,7 +114,7 @@ impl AttentionGradients {
         // The blocks come last, so that what is whole stays where it is.
         let grid = vec![batch, self.of.slabs(columns), queries.count];
         let mut kernel = Kernel::new(grid, vec![own, k, k, own, own, whole(rows)]);
-        kernel.memory = self.memory;
+        kernel.memory = self.of.features.kernel_memory;
         self.step(&mut kernel, queries, keys);
         kernel
     }
@@ -316,10 +326,6 @@ impl AttentionGradients {
         let scale = k.splat(DType::F32, k.size(x), self.of.scale);
         k.mul(x, scale)
     }
-}
-
-fn blocks(shapes: [&Shape; 2]) -> [Blocks; 2] {
-    Blocks::of_both(shapes.map(|of| of.dims[1]))
 }
 
 impl KernelCall for AttentionGradients {

@@ -49,7 +49,9 @@ pub(super) fn attention_or_gradient<'g>(
 ) -> Result<Option<Tensor>> {
     let copy = |id: u32| copies[id as usize];
     match (kind, &node.operands[..]) {
-        (Composite::Attention { .. }, &[q, k, v]) => attention(b, [q, k, v].map(copy)),
+        (Composite::Attention { .. }, &[q, k, v]) => {
+            attention(b, gradients.features, [q, k, v].map(copy))
+        }
         (Composite::Gradient { operand, .. }, &[q, k, v, y, gradient]) => {
             let found = match gradients.found.get(&node.operands[..]) {
                 Some(found) => *found,
@@ -71,17 +73,17 @@ pub(super) fn attention_or_gradient<'g>(
 
 /// Whether [`super::claim_training`] may take a composite: attention whose products are not quantized and that the kernels compute
 /// faster, and its derivative.
-pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
+pub(super) fn is_claimed(kind: &Composite, body: &Graph, features: Features) -> bool {
     let is_attention = match kind {
         Composite::Attention { causal: false } => true,
         Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),
         _ => false,
     };
-    is_attention && is_faster_in_training(body) && !has_quantized_products(body)
+    is_attention && is_faster_in_training(body, features) && !has_quantized_products(body)
 }
 
 /// Whether the kernels compute an attention and its derivative faster than the compiler's operations, by the inputs of its body.
-fn is_faster_in_training(body: &Graph) -> bool {
+fn is_faster_in_training(body: &Graph, features: Features) -> bool {
     let [q, k, v, ..] = &body.inputs[..] else {
         return false;
     };
@@ -91,7 +93,8 @@ fn is_faster_in_training(body: &Graph) -> bool {
     match keys {
         LEAST_KEYS_TRAINED.. => true,
         LEAST_KEYS_OF_MANY_QUERIES.. if queries >= MANY_QUERIES => {
-            Padded::of([&q.shape, &k.shape, &v.shape]).is_some_and(|of| !of.has_padded_heads())
+            Padded::of([&q.shape, &k.shape, &v.shape], features)
+                .is_some_and(|of| !of.has_padded_heads())
         }
         _ => false,
     }
@@ -113,7 +116,7 @@ pub(super) struct Padded {
 
 impl Padded {
     /// For q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is no kernel.
-    pub fn of(qkv: [&Shape; 3]) -> Option<Padded> {
+    pub fn of(qkv: [&Shape; 3], features: Features) -> Option<Padded> {
         let [q, k, _] = qkv;
         if qkv.iter().any(|of| of.dtype != DType::BF16) || q.count() == 0 || k.count() == 0 {
             return None;
@@ -125,6 +128,7 @@ impl Padded {
             size: Attention::padded_size(size),
             keys,
             side_by_side: false,
+            features,
         };
         // Two heads of 64 share the lanes of a register.
         let all_heads = match kernel.size {
@@ -214,8 +218,13 @@ impl Padded {
 }
 
 /// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.
-pub(super) fn attention(b: &Builder, [q, k, v]: [Tensor; 3]) -> Result<Option<Tensor>> {
-    let Some(padded) = Padded::of([q, k, v].map(|x| b.shape(x)).each_ref()) else {
+pub(super) fn attention(
+    b: &Builder,
+    features: Features,
+    [q, k, v]: [Tensor; 3],
+) -> Result<Option<Tensor>> {
+    let shapes = [q, k, v].map(|x| b.shape(x));
+    let Some(padded) = Padded::of(shapes.each_ref(), features) else {
         return Ok(None);
     };
     let y = padded.call(b, [q, k, v])?;
@@ -230,13 +239,13 @@ fn attention_gradients(
     operands: [Tensor; 5],
 ) -> Result<Option<[Tensor; 3]>> {
     let [q, k, v, y, gradient] = operands;
-    let Some(padded) = Padded::of([q, k, v].map(|x| b.shape(x)).each_ref()) else {
+    let shapes = [q, k, v].map(|x| b.shape(x));
+    let Some(padded) = Padded::of(shapes.each_ref(), features) else {
         return Ok(None);
     };
     let [q_shape, k_shape] = padded.shapes();
     let one = AttentionGradients {
         of: padded.kernel.clone(),
-        memory: features.kernel_memory,
     };
     let in_one = one.fits(&q_shape, &k_shape);
     if !in_one && !AttentionGradient::fits(&padded.kernel, &q_shape, &k_shape) {

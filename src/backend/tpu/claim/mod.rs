@@ -87,7 +87,9 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
             return Ok(None);
         }
         match (kind, &operands[..]) {
-            (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
+            (Composite::Attention { causal: false }, &[q, k, v]) => {
+                attention(b, features, [q, k, v])
+            }
             (Composite::RmsNorm { epsilon }, &[x, weight]) => {
                 let kernel = Heads::RmsNorm { epsilon: *epsilon };
                 heads(b, kernel, x, &[weight])
@@ -451,7 +453,7 @@ impl<'a> Claims<'a> {
     fn self_attentions(&self, products: &HashMap<usize, Found>) -> HashMap<usize, SelfAttention> {
         let nodes = self.graph.nodes.iter().enumerate();
         let found = nodes.filter_map(|(i, node)| {
-            let kernel = side_by_side_kernel(node)?;
+            let kernel = side_by_side_kernel(node, self.features)?;
             if self.users[i].is_empty() || !self.is_split(&node.shape) {
                 return None;
             }
@@ -630,7 +632,7 @@ fn side_by_side(
 
 /// The kernel for the attention that `node` is, or calls the kernel of, if its queries, keys and values lay side by side. `None`
 /// where heads alone would have to be padded.
-fn side_by_side_kernel(node: &Node) -> Option<Attention> {
+fn side_by_side_kernel(node: &Node, features: Features) -> Option<Attention> {
     let kernel = match &node.op {
         Op::Composite {
             kind: Composite::Attention { causal: false },
@@ -644,6 +646,7 @@ fn side_by_side_kernel(node: &Node) -> Option<Attention> {
                 size,
                 keys: length,
                 side_by_side: false,
+                features,
             })?
         }
         Op::CustomCall(call) => {

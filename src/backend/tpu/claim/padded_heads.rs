@@ -77,7 +77,8 @@ impl<'a> Claims<'a> {
         let &[q, k, v] = &node.operands[..] else {
             return None;
         };
-        let padded = Padded::of([q, k, v].map(|id| &self.node(id).shape))?;
+        let shapes = [q, k, v].map(|id| &self.node(id).shape);
+        let padded = Padded::of(shapes, self.features)?;
         if !padded.has_padded_heads() || self.users[i].is_empty() || !self.is_split(&node.shape) {
             return None;
         }

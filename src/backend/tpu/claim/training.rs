@@ -20,7 +20,7 @@ pub fn claims_in_training(
     parts: usize,
     rounds: bool,
 ) -> bool {
-    attention::is_claimed(kind, body)
+    attention::is_claimed(kind, body, features)
         || gated::is_claimed(kind, body)
         || (rounds && features.int8 && layer_norm::is_claimed(kind, body, features, parts))
 }
@@ -77,7 +77,7 @@ fn claim(
         let node = &graph.nodes[i];
         match &node.op {
             Op::Composite { kind, body }
-                if attention::is_claimed(kind, body) && is_split(&node.shape, parts) =>
+                if attention::is_claimed(kind, body, features) && is_split(&node.shape, parts) =>
             {
                 attention_or_gradient(b, node, kind, copies, &mut gradients)
             }
