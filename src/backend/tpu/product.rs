@@ -70,8 +70,13 @@ impl Product {
     }
 
     /// The columns of values that stand before as many of gates. `None` where columns make no blocks.
-    pub fn gated_block(columns: usize) -> Option<usize> {
-        block_of_columns(columns, MOST_COLUMNS / 2)
+    pub fn gated_block(&self, columns: usize) -> Option<usize> {
+        // Together they are as wide as a block without gates, or twice as wide where a step multiplies all of them at once.
+        let most = match self.arithmetic == Arithmetic::Bf16 && self.features.keeps_sums {
+            true => MOST_COLUMNS,
+            false => MOST_COLUMNS / 2,
+        };
+        block_of_columns(columns, most)
     }
 
     /// Whether a core can hold what the kernel works with.
@@ -85,7 +90,7 @@ impl Product {
             return None;
         }
         let width = match self.gated {
-            true => Product::gated_block(columns)?,
+            true => self.gated_block(columns)?,
             false => block_of_columns(columns, self.most_columns())?,
         };
         if let Arithmetic::Stored(weights) = self.arithmetic {

@@ -533,7 +533,7 @@ impl<'a> Claims<'a> {
         let each = found.shape.dims.last().copied().unwrap_or(1);
         let columns = products.len() * each;
         let block = match found.kernel.gated {
-            true => Product::gated_block(columns),
+            true => found.kernel.gated_block(columns),
             false => None,
         };
         // Stored weights lie the other way: their scales are then those of registers.
