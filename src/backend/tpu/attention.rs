@@ -14,8 +14,8 @@ use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window}
 /// Queries and keys are padded to whole blocks of at most so many.
 const MOST_ROWS: usize = 512;
 /// Keys that a step of the grid computes together, at most, the most first. Matrix units load keys and values once for a block of
-/// queries, so larger blocks take fewer cycles, on v6e the most: 4,096 queries and keys of two heads 86,990 in blocks of
-/// 1,024, 104,797 in blocks of 512.
+/// queries, so larger blocks take fewer cycles, on v6e the most: 4,096 queries and keys of two heads 75,724, and 104,797 in blocks of
+/// 512 by 512.
 const MOST_KEYS: [usize; 3] = [2048, 1024, MOST_ROWS];
 /// Rows of a bf16 tile.
 pub(super) const TILE_ROWS: usize = 16;
