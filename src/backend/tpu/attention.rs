@@ -398,15 +398,9 @@ impl Attention {
         if self.heads_of_slab() == 1 {
             return x;
         }
-        let size = k.size(x);
         let wide = k.convert(x, DType::F32);
-        let other = k.splat(DType::F32, size, other);
-        let is_low = self.is_low(k, size[0]);
-        let own = match head {
-            0 => k.select(is_low, wide, other),
-            _ => k.select(is_low, other, wide),
-        };
-        k.convert(own, DType::BF16)
+        let other = k.splat(DType::F32, k.size(x), other);
+        self.side_by_side(k, head, wide, other)
     }
 
     /// Scores in powers of two, which are what the chip has: `rows` times the transposed `columns`, of one head.
@@ -467,10 +461,8 @@ impl Attention {
             let shift = k.broadcast(highest, size[1]);
             let shifted = k.sub(scores, shift);
             let weights = k.exp2(shifted);
-            let mut total = match operands.filled {
-                Some(_) => None,
-                None => Some(k.row_sum(weights)),
-            };
+            let sums_alone = operands.filled.is_none();
+            let mut total = sums_alone.then(|| k.row_sum(weights));
             let mut start = k.splat(DType::F32, [size[0], self.slab()], 0.0);
             if let Some(before) = before {
                 let change = k.sub(before.highest, highest);
