@@ -9,7 +9,7 @@ use crate::shape::Shape;
 
 use super::Features;
 use super::call::KernelCall;
-use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
 /// Queries and keys are padded to whole blocks of at most so many.
 const MOST_ROWS: usize = 512;
@@ -127,7 +127,7 @@ impl Attention {
         let scores = self.heads_of_slab() * rows.size * keys.size * 4;
         let kernel = self.kernel_of_blocks(q, k, [rows, keys]);
         kernel.window_bytes() + kernel.scratch_bytes() + scores
-            <= self.features.kernel_memory / 16 * 15
+            <= most_bytes(self.features.kernel_memory)
     }
 
     /// The blocks that a step of the grid computes, of padded queries and keys.

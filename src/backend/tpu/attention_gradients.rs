@@ -12,7 +12,7 @@ use crate::shape::Shape;
 use super::attention::{Attention, Blocks};
 use super::attention_gradient::gradient_of_scores;
 use super::call::{KernelCall, refused};
-use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
 /// The dimension of the grid that counts blocks of queries.
 const BLOCKS: usize = 2;
@@ -73,7 +73,7 @@ impl AttentionGradients {
         // One head after the other: weights and the gradients of scores take 2 bytes, those of weights 4.
         let scores = queries.size * keys.size * (2 + 2 + 4);
         let bytes = kernel.window_bytes() + kernel.scratch_bytes() + scores;
-        bytes <= self.of.features.kernel_memory / 16 * 15
+        bytes <= most_bytes(self.of.features.kernel_memory)
     }
 
     /// The shapes of q and k among the operands.

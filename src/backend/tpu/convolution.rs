@@ -8,7 +8,7 @@ use crate::shape::Shape;
 
 use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
 use super::call::{KernelCall, refused};
-use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
 /// Rows of an int8 tile, and of an `f32` one.
 const TILE_ROWS: [usize; 2] = [32, 8];
@@ -144,7 +144,7 @@ impl Convolution {
             })
         });
         // What the compiler puts there itself is not counted.
-        let most = self.memory / 16 * 15;
+        let most = most_bytes(self.memory);
         let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
         fitting.min_by_key(|block| {
             let missing = match self.widens() {

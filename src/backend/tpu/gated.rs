@@ -9,7 +9,7 @@ use crate::shape::Shape;
 
 use super::arithmetic::{block_of_columns, blocks_of_rows};
 use super::call::{KernelCall, refused};
-use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window, most_bytes};
 
 /// `Phi(-a) exp(a^2 / 2)` in powers of `1 / (1 + TAIL_SLOPE a)`, the highest first.
 const TAIL: [f64; 5] = [-0.12696277, 0.35263383, 0.08005087, 0.19596667, -0.00168689];
@@ -54,7 +54,7 @@ impl GatedGelu {
         }
         blocks_of_rows(rows, TILE_ROWS, MOST_ROWS).find(|block| {
             let kernel = Kernel::new(Vec::new(), self.windows([rows, columns], *block));
-            kernel.window_bytes() <= self.memory / 16 * 15
+            kernel.window_bytes() <= most_bytes(self.memory)
         })
     }
 

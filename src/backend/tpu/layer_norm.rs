@@ -7,7 +7,7 @@ use crate::shape::Shape;
 
 use super::arithmetic::blocks_of_rows;
 use super::call::{KernelCall, refused};
-use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
 /// Rows of a tile of bf16.
 const TILE_ROWS: usize = 16;
@@ -60,7 +60,7 @@ impl LayerNorm {
         blocks_of_rows(rows, TILE_ROWS, MOST_ROWS).find(|block| {
             let mut kernel = Kernel::new(Vec::new(), self.windows(sizes, *block));
             self.sums(&mut kernel, columns);
-            kernel.window_bytes() + kernel.scratch_bytes() <= self.memory / 16 * 15
+            kernel.window_bytes() + kernel.scratch_bytes() <= most_bytes(self.memory)
         })
     }
 

@@ -11,7 +11,7 @@ use crate::shape::Shape;
 use super::Features;
 use super::arithmetic::{Arithmetic, MOST_TERMS, block_of_columns};
 use super::call::KernelCall;
-use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window};
+use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window, most_bytes};
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks of int8 take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
@@ -134,7 +134,7 @@ impl Product {
     /// How much of it blocks fill; of the larger memory the compiler keeps some.
     fn most_bytes(&self) -> usize {
         match self.arithmetic {
-            Arithmetic::Bf16 | Arithmetic::Stored(_) => self.memory() / 16 * 15,
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => most_bytes(self.memory()),
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => self.memory(),
         }
     }

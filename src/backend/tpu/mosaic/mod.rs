@@ -14,7 +14,7 @@ use std::ops::Range;
 use crate::dtype::DType;
 
 pub use eval::evaluated;
-pub use text::{CostEstimate, MOST_VMEM_BYTES, VMEM_BYTES, backend_config};
+pub use text::{CostEstimate, MOST_VMEM_BYTES, VMEM_BYTES, backend_config, most_bytes};
 
 /// Lanes of a vector register.
 pub const LANES: usize = 128;

@@ -31,6 +31,11 @@ pub struct CostEstimate {
     pub bytes_accessed: u64,
 }
 
+/// How many bytes of the memory that a kernel takes its blocks may fill: the compiler keeps some.
+pub fn most_bytes(memory: usize) -> usize {
+    memory / 16 * 15
+}
+
 /// The configuration of the custom call `tpu_custom_call` for a Mosaic module that takes `memory` bytes on the chip. The compiler
 /// knows nothing of the cost but what it is told.
 pub fn backend_config(module: &str, memory: u64, cost: Option<CostEstimate>) -> String {

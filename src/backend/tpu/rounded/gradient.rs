@@ -8,7 +8,9 @@ use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
 use super::super::call::{KernelCall, refused};
-use super::super::mosaic::{Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window};
+use super::super::mosaic::{
+    Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window, most_bytes,
+};
 use super::{Tiles, absmax, integers, noise_windows, ranges_of};
 
 /// The windows of the gradient and of `x`.
@@ -163,7 +165,7 @@ impl RoundedGradient {
         widths.dedup();
         widths
             .into_iter()
-            .find(|width| self.bytes(sizes, *width) <= self.memory / 16 * 15)
+            .find(|width| self.bytes(sizes, *width) <= most_bytes(self.memory))
     }
 
     /// Bytes of the core's memory: windows, scratch, and sums.

@@ -6,7 +6,9 @@ use crate::shape::Shape;
 
 use super::super::arithmetic::{MOST_TERMS, block_of_columns, blocks_of_rows, run_of, scales};
 use super::super::call::{KernelCall, refused};
-use super::super::mosaic::{Kernel, Noise, Place, Scratch, Value as KernelValue, Window};
+use super::super::mosaic::{
+    Kernel, Noise, Place, Scratch, Value as KernelValue, Window, most_bytes,
+};
 use super::{TILE_ROWS, integers, noise_windows};
 
 /// Columns and rows of a block, at most.
@@ -82,7 +84,7 @@ impl RoundedProduct {
             columns: width,
             grid: [rows / tile, columns / width],
         });
-        blocks.find(|blocks| self.bytes(*blocks, terms) <= self.memory / 16 * 15)
+        blocks.find(|blocks| self.bytes(*blocks, terms) <= most_bytes(self.memory))
     }
 
     /// Bytes of the core's memory: windows, scratch, and sums.

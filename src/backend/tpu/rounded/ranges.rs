@@ -6,7 +6,7 @@ use crate::shape::Shape;
 
 use super::super::arithmetic::block_of_columns;
 use super::super::call::{KernelCall, refused};
-use super::super::mosaic::{Kernel, LANES, Place, Window};
+use super::super::mosaic::{Kernel, LANES, Place, Window, most_bytes};
 use super::{Tiles, absmax, ranges_of};
 
 /// Columns of a block, at most: what is between fits the registers.
@@ -44,7 +44,7 @@ impl ColumnRanges {
             .filter_map(|tiles| block_of_columns(columns / self.cores, tiles * LANES));
         widths.find(|width| {
             let kernel = Kernel::new(Vec::new(), self.windows(array, *width).to_vec());
-            kernel.window_bytes() <= self.memory / 16 * 15
+            kernel.window_bytes() <= most_bytes(self.memory)
         })
     }
 
