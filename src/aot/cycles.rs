@@ -24,11 +24,12 @@ use std::sync::atomic::AtomicBool;
 use regex::Regex;
 
 use crate::backend::tpu::mosaic::backend_config;
-use crate::report::{KernelCall, KernelCode, KernelCycles};
+use crate::report::{KernelCall, KernelCode, KernelCycles, VliwBundles};
 use crate::shape::gcd;
 use crate::topology::{Accelerator, Chip, Format};
 
 use super::simulator_child::{SimulationError, SimulatorChild};
+use super::vliw;
 
 /// Of a grid, no more steps of the outer dimensions are simulated than take about this many cycles at the chip's peak
 /// rates, but at least one, and once more another.
@@ -45,9 +46,10 @@ const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
 const FEW_TRIPS: [usize; 2] = [2, 3];
 
 /// What the simulation of a kernel told.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Simulated {
     cycles: f64,
+    bundles: Option<VliwBundles>,
     /// The share of the kernel's grid that was simulated.
     share: f64,
 }
@@ -92,8 +94,11 @@ impl ChipSimulator {
         stop: &AtomicBool,
     ) -> Result<Simulated, SimulationError> {
         let chip = self.chip;
+        // Those of the last part. All parts have the same, unless one runs a loop once.
+        let mut bundles = None;
         let mut simulate = |grid: Option<&Grid>, trips: Option<Trips>| {
-            let cycles = self.simulate(&module(&call.code, grid, trips), stop)?;
+            let (cycles, of_part) = self.simulate(&module(&call.code, grid, trips), stop)?;
+            bundles = of_part;
             Ok::<f64, SimulationError>(cycles as f64)
         };
         let whole = grid_of(&call.code.text);
@@ -108,6 +113,7 @@ impl ChipSimulator {
         let Some((whole, parts)) = parts else {
             return Ok(Simulated {
                 cycles: simulate(None, None)?,
+                bundles,
                 share: 1.0,
             });
         };
@@ -131,12 +137,17 @@ impl ChipSimulator {
         let of_trips = common.map_or(1.0, |common| FEW_TRIPS[1] as f64 / common as f64);
         Ok(Simulated {
             cycles: whole.extrapolated(&parts, &times, cores),
+            bundles,
             share: most as f64 / whole.steps() as f64 * of_trips,
         })
     }
 
-    /// The cycles of all operations of a StableHLO module together.
-    fn simulate(&mut self, stablehlo: &str, stop: &AtomicBool) -> Result<u64, SimulationError> {
+    /// The cycles of all operations of a StableHLO module together, and the bundles of the one with the most.
+    fn simulate(
+        &mut self,
+        stablehlo: &str,
+        stop: &AtomicBool,
+    ) -> Result<(u64, Option<VliwBundles>), SimulationError> {
         let mut child = match self.child.take() {
             Some(child) => child,
             None => {
@@ -148,9 +159,12 @@ impl ChipSimulator {
         let lives = child.compile(stablehlo, stop)?;
         // libtpu may end the process after it has written: only the files count.
         let files = child.take_files()?;
-        let cycles = files.iter().filter_map(|text| cycles_of(text));
+        let cycles = files.profiles.iter().filter_map(|text| cycles_of(text));
         let cycles = cycles.reduce(|one, other| one + other);
+        let bundles = files.bundles.iter().filter_map(|text| vliw::parse(text));
+        let bundles = bundles.max_by_key(|bundles| bundles.count);
         let result = cycles.ok_or_else(|| SimulationError::NoResult(child.last_words()));
+        let result = result.map(|cycles| (cycles, bundles));
         self.child = lives.then_some(child);
         result
     }
@@ -158,13 +172,14 @@ impl ChipSimulator {
 
 impl Simulated {
     /// The cycles of `call`, whose code is the one that was simulated.
-    pub fn cycles(self, chip: Chip, call: &KernelCall) -> KernelCycles {
+    pub fn cycles(&self, chip: Chip, call: &KernelCall) -> KernelCycles {
         let hbm_cycles = hbm_cycles(chip, call);
         KernelCycles {
             cycles: self.cycles.max(hbm_cycles) as u64,
             hbm_cycles: hbm_cycles as u64,
             product_cycles: product_cycles(chip, call) as u64,
             simulated_share: self.share,
+            bundles: self.bundles.clone(),
         }
     }
 }

@@ -9,6 +9,7 @@ mod error;
 mod header;
 mod simulations;
 mod simulator_child;
+mod vliw;
 
 use std::collections::BTreeMap;
 

@@ -17,8 +17,13 @@ use tempfile::TempDir;
 
 use crate::topology::Chip;
 
+use super::vliw;
+
 /// What libtpu is told in the child process.
 const FLAG: &str = "--xla_jf_dump_static_llo_profile_to";
+
+/// What the names of the files end with that it writes then.
+const PROFILE: &str = "_static_llo_profile.textproto";
 
 /// How often is looked whether to stop.
 const POLL: Duration = Duration::from_millis(20);
@@ -44,6 +49,15 @@ pub enum SimulationError {
     NoResult(String),
     #[error("stopped")]
     Stopped,
+}
+
+/// The texts that libtpu wrote, of an operation each.
+#[derive(Default)]
+pub struct Files {
+    /// What the simulation says.
+    pub profiles: Vec<String>,
+    /// The instructions, for [`vliw::parse`].
+    pub bundles: Vec<String>,
 }
 
 /// A running child.
@@ -73,12 +87,13 @@ impl SimulatorChild {
         let messages = said.try_clone();
         let messages = messages.map_err(failed_at(&temporary, "no file could be made"))?;
         let flags = std::env::var("LIBTPU_INIT_ARGS").unwrap_or_default();
+        let at = folder.path().display();
         let not_started = || failed_at(program, "could not be started");
         let mut process = Command::new(program)
             .args(["kernel", "simulate", "--topology", topology])
             .env(
                 "LIBTPU_INIT_ARGS",
-                format!("{flags} {FLAG}={}", folder.path().display()),
+                format!("{} {flags} {FLAG}={at}", vliw::flags(&at.to_string())),
             )
             // One run wrote 1.2 GB of messages.
             .envs([("TPU_LOG_DIR", "disabled"), ("TPU_MIN_LOG_LEVEL", "3")])
@@ -135,19 +150,28 @@ impl SimulatorChild {
         }
     }
 
-    /// The texts that libtpu has written since they were taken last.
+    /// What libtpu has written since it was taken last.
     ///
     /// # Errors
-    /// When they cannot be read, or not removed.
-    pub fn take_files(&self) -> Result<Vec<String>, SimulationError> {
+    /// When it cannot be read, or not removed.
+    pub fn take_files(&self) -> Result<Files, SimulationError> {
         let folder = self.folder.path();
-        let files = fs::read_dir(folder).map_err(failed_at(folder, "cannot be read"))?;
-        let take = |path: PathBuf| {
-            let text = fs::read_to_string(&path).map_err(failed_at(&path, "cannot be read"))?;
+        let mut files = Files::default();
+        let all = fs::read_dir(folder).map_err(failed_at(folder, "cannot be read"))?;
+        for file in all.flatten() {
+            let path = file.path();
+            let name = file.file_name().to_string_lossy().into_owned();
+            let texts = match name.ends_with(PROFILE) {
+                true => Some(&mut files.profiles),
+                false => vliw::is_of_operation(&name).then_some(&mut files.bundles),
+            };
+            if let Some(texts) = texts {
+                let text = fs::read_to_string(&path);
+                texts.push(text.map_err(failed_at(&path, "cannot be read"))?);
+            }
             fs::remove_file(&path).map_err(failed_at(&path, "cannot be removed"))?;
-            Ok(text)
-        };
-        files.flatten().map(|file| take(file.path())).collect()
+        }
+        Ok(files)
     }
 
     /// The last line of what the child said of the current module.

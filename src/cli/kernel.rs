@@ -12,7 +12,7 @@ use crate::aot::{Simulator, compiler_for_one, serve};
 use crate::backend::Backend;
 use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
-use crate::report::{CompileReport, Predicted};
+use crate::report::{CompileReport, Predicted, VliwBundles, VliwUnit};
 use crate::topology::{Accelerator, Chip};
 
 use super::doctor::try_load;
@@ -259,6 +259,22 @@ fn describe(name: &str, comparison: &Comparison) -> String {
     kernels + &side("by the compiler", &comparison.compiler)
 }
 
+/// How much of each functional unit a kernel's bundles use, the busiest first.
+fn bundles(bundles: &VliwBundles) -> String {
+    let mut units: Vec<&VliwUnit> = bundles.units.iter().collect();
+    units.sort_by(|a, b| bundles.share(b).total_cmp(&bundles.share(a)));
+    let units = units.into_iter().map(|unit| {
+        let percent = bundles.share(unit) * 100.0;
+        format!("{} {percent:.0} % of {}", unit.name, unit.slots)
+    });
+    let units: Vec<String> = units.collect();
+    format!(
+        "      {} bundles, each of a loop counted once; filled slots: {}\n",
+        bundles.count,
+        units.join(", ")
+    )
+}
+
 /// What takes time, the costliest first.
 fn operations(predicted: &Predicted) -> String {
     let lines = predicted.costliest.iter().map(|operation| {
@@ -272,8 +288,8 @@ fn operations(predicted: &Predicted) -> String {
         )
     });
     let kernels = predicted.kernels.iter().map(|kernel| {
-        let cycles = kernel.of_one;
-        format!(
+        let cycles = &kernel.of_one;
+        let of_one = format!(
             "    {}: {} cycles in each of {}, of which HBM takes at least {} and products {}; {:.0} % of it was simulated\n",
             kernel.name,
             cycles.cycles,
@@ -281,7 +297,8 @@ fn operations(predicted: &Predicted) -> String {
             cycles.hbm_cycles,
             cycles.product_cycles,
             cycles.simulated_share * 100.0
-        )
+        );
+        of_one + &cycles.bundles.as_ref().map_or_else(String::new, bundles)
     });
     let missing = predicted
         .unpredicted

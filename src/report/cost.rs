@@ -184,7 +184,7 @@ pub(super) fn timed(
         let config = BackendConfig::parse(program.backend_config(instruction));
         let call = KernelCall::at(program, site);
         let kernel = call.and_then(|call| kernels.get_key_value(&call));
-        let kernel = kernel.map(|(call, cycles)| (call.clone(), *cycles));
+        let kernel = kernel.map(|(call, cycles)| (call.clone(), cycles.clone()));
         let of_kernel = kernel.as_ref().map(|(_, cycles)| cycles.cycles);
         let cycles = config.estimated_cycles().or(of_kernel);
         let kind = Kind::of(program, site);

@@ -41,7 +41,7 @@ pub struct KernelCall {
 }
 
 /// The cycles of one run of a kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KernelCycles {
     /// Simulated, and no less than `hbm_cycles`.
     pub cycles: u64,
@@ -51,6 +51,36 @@ pub struct KernelCycles {
     pub product_cycles: u64,
     /// The share of the kernel's grid that was simulated, 0 to 1; the rest is as fast.
     pub simulated_share: f64,
+    /// Its code; `None` where the compiler wrote none.
+    pub bundles: Option<VliwBundles>,
+}
+
+/// The instructions of a kernel. A core issues one bundle a cycle, unless a unit makes it wait.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VliwBundles {
+    /// Of the code, of which loops and the steps of the grid run the same ones again.
+    pub count: u64,
+    pub units: Vec<VliwUnit>,
+}
+
+/// A functional unit, over all bundles of a kernel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VliwUnit {
+    /// libtpu's: `VALU`, or `VSTORE:SPILL` for the stores that the registers were too few for.
+    pub name: String,
+    /// In each bundle.
+    pub slots: u64,
+    /// The slots that have an instruction, in all bundles together.
+    pub filled: u64,
+    /// The bundles in which all its slots have one.
+    pub full: u64,
+}
+
+impl VliwBundles {
+    /// The share of the unit's slots that are filled, 0 to 1.
+    pub fn share(&self, unit: &VliwUnit) -> f64 {
+        unit.filled as f64 / (unit.slots * self.count).max(1) as f64
+    }
 }
 
 /// The calls that each device makes in a program, each once, before it is compiled. They are those of the compiled program

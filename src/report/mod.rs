@@ -42,7 +42,9 @@ use thiserror::Error;
 
 use crate::proto::xla::HloModuleProto;
 
-pub use kernels::{KernelCall, KernelCode, KernelCycles, kernel_calls, kernel_calls_before};
+pub use kernels::{
+    KernelCall, KernelCode, KernelCycles, VliwBundles, VliwUnit, kernel_calls, kernel_calls_before,
+};
 pub use text::operations;
 
 #[derive(Debug, Error, Clone, PartialEq, Eq)]

@@ -41,10 +41,10 @@ fn predicted(timed: &[Timed]) -> impl Iterator<Item = (&Timed, u64)> {
 }
 
 fn kernels(timed: &[Timed], ms: &impl Fn(u64) -> f64) -> Vec<Kernel> {
-    let mut counts: BTreeMap<&KernelCall, (u64, KernelCycles)> = BTreeMap::new();
+    let mut counts: BTreeMap<&KernelCall, (u64, &KernelCycles)> = BTreeMap::new();
     for timed in timed {
         if let Some((call, cycles)) = &timed.kernel {
-            counts.entry(call).or_insert((0, *cycles)).0 += timed.count;
+            counts.entry(call).or_insert((0, cycles)).0 += timed.count;
         }
     }
     let kernels = counts.into_iter().map(|(call, (count, of_one))| Kernel {
@@ -52,8 +52,8 @@ fn kernels(timed: &[Timed], ms: &impl Fn(u64) -> f64) -> Vec<Kernel> {
         operands: call.code.operands.clone(),
         result: call.code.result.clone(),
         count,
-        of_one,
         ms: ms(of_one.cycles * count),
+        of_one: of_one.clone(),
     });
     let mut kernels: Vec<Kernel> = kernels.collect();
     kernels.sort_by(|a, b| b.ms.total_cmp(&a.ms));

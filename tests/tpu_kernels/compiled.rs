@@ -176,6 +176,15 @@ fn a_kernel_is_simulated() {
     );
     let cycles = kernel["cycles"].as_u64().unwrap();
     assert!((100..20_000).contains(&cycles), "{report}");
+    let bundles = &kernel["bundles"];
+    // The grid has two steps, and a bundle takes a cycle at least.
+    let count = bundles["count"].as_u64().unwrap();
+    assert!((1..=cycles / 2).contains(&count), "{report}");
+    let units = bundles["units"].as_array().unwrap();
+    let products = units.iter().find(|unit| unit["name"] == "MATMUL").unwrap();
+    let filled = products["filled"].as_u64().unwrap();
+    let slots = products["slots"].as_u64().unwrap();
+    assert!((1..count * slots).contains(&filled), "{report}");
     assert!(report["kernels"]["by_kind"]["kernel"].is_f64(), "{report}");
     assert_eq!(report["kernels"]["unpredicted"], json!([]));
     assert!(report["compiler"]["total"].is_f64(), "{report}");
