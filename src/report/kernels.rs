@@ -10,7 +10,7 @@ use crate::shape::Shape;
 use crate::shard::SharedCalls;
 
 use super::ReportError;
-use super::instruction::{BackendConfig, bytes, op_name};
+use super::instruction::{BackendConfig, op_name};
 use super::program::{HloProgram, Site};
 
 /// The custom call's target.
@@ -36,7 +36,7 @@ pub struct KernelCall {
     pub code: KernelCode,
     /// Operations of its products; a multiply and an add are two.
     pub flops: u64,
-    /// Bytes of operands and result; of stacks those of the entry that is read or written, which the kernel's cost tells.
+    /// Bytes that the steps of its grid copy from and to HBM: a block that several steps read may be copied for each of them.
     pub bytes: u64,
 }
 
@@ -90,15 +90,7 @@ pub fn kernel_calls_before(graph: &Graph, shared: Option<&SharedCalls>) -> BTree
     graph.visit_calls(&mut |graph, node, call| {
         let shape = |operand: &u32| &graph.nodes[*operand as usize].shape;
         let operands: Vec<&Shape> = node.operands.iter().map(shape).collect();
-        let distinct = |i: &usize| !node.operands[..*i].contains(&node.operands[*i]);
-        let read: Vec<usize> = (0..operands.len()).filter(distinct).collect();
-        calls.extend(KernelCall::before(
-            call,
-            &operands,
-            &node.shape,
-            &read,
-            shared,
-        ));
+        calls.extend(KernelCall::before(call, &operands, &node.shape, shared));
     });
     calls
 }
@@ -127,12 +119,11 @@ impl KernelCall {
         has_int8 && !self.name.contains("stored") || self.name.contains("int8")
     }
 
-    /// The call of a graph, if it is one. `read` are the numbers of the operands that are not equal to one before them.
+    /// The call of a graph, if it is one.
     fn before(
         call: &dyn CustomCall,
         operands: &[&Shape],
         result: &Shape,
-        read: &[usize],
         shared: Option<&SharedCalls>,
     ) -> Option<KernelCall> {
         if call.target() != TARGET {
@@ -153,8 +144,6 @@ impl KernelCall {
             return None;
         };
         let config = BackendConfig::parse(text.as_bytes());
-        let bytes = read.iter().map(|i| operands[*i].bytes()).sum::<usize>() + result.bytes();
-        let bytes = bytes as u64;
         let element = |shape: &Shape| {
             let text = shape.stablehlo();
             text.trim_start_matches("tensor<")
@@ -170,7 +159,7 @@ impl KernelCall {
                 result: element(&result),
             },
             flops: config.kernel_flops().unwrap_or(0),
-            bytes: config.kernel_bytes().unwrap_or(bytes).min(bytes),
+            bytes: config.kernel_bytes().unwrap_or(0),
         })
     }
 
@@ -184,11 +173,7 @@ impl KernelCall {
         let sites: Vec<Site> = program.operands(site).collect();
         let shape = |site: &Site| program.instruction(*site).shape.as_ref();
         let operands: Vec<&ShapeProto> = sites.iter().map(shape).collect::<Option<_>>()?;
-        // An array that is an operand several times has parts that are read by themselves.
-        let distinct: BTreeSet<Site> = sites.iter().copied().collect();
-        let read = distinct.iter().filter_map(shape);
         let result = instruction.shape.as_ref()?;
-        let bytes = read.chain([result]).map(bytes).sum();
         let path = op_name(instruction);
         Some(KernelCall {
             name: path.rsplit('/').next().unwrap_or(path).to_owned(),
@@ -202,7 +187,7 @@ impl KernelCall {
                 result: stablehlo_type(result)?,
             },
             flops: config.kernel_flops().unwrap_or(0),
-            bytes: config.kernel_bytes().unwrap_or(bytes).min(bytes),
+            bytes: config.kernel_bytes().unwrap_or(0),
         })
     }
 }

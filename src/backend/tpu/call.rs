@@ -41,11 +41,6 @@ pub trait KernelCall: Any + Debug + Send + Sync {
         let _ = (operands, result);
         0
     }
-
-    /// Bytes of the operands, each array once.
-    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
-        operands.iter().map(|shape| shape.bytes() as u64).sum()
-    }
 }
 
 /// Why a kernel has no result for these operands.
@@ -60,12 +55,17 @@ pub(super) fn refused(what: &'static str, call: &dyn Debug, operands: &[&Shape])
     )
 }
 
-fn cost(call: &dyn KernelCall, operands: &[&Shape], result: &Shape) -> CostEstimate {
-    CostEstimate {
+fn configuration(
+    call: &dyn KernelCall,
+    kernel: &Kernel,
+    operands: &[&Shape],
+    result: &Shape,
+) -> String {
+    kernel.backend_config(CostEstimate {
         flops: call.flops(operands, result),
         transcendentals: call.transcendentals(operands, result),
-        bytes_accessed: call.bytes_read(operands) + result.bytes() as u64,
-    }
+        bytes_accessed: kernel.bytes_moved(),
+    })
 }
 
 impl<T: KernelCall> CustomCall for T {
@@ -83,8 +83,8 @@ impl<T: KernelCall> CustomCall for T {
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let text = KernelCall::infer(self, operands).ok().and_then(|result| {
-            let cost = cost(self, operands, &result);
-            Some(self.kernel_of(operands)?.backend_config(cost))
+            let kernel = self.kernel_of(operands)?;
+            Some(configuration(self, &kernel, operands, &result))
         });
         Configuration::Text(text.unwrap_or_default())
     }
@@ -211,8 +211,9 @@ impl CustomCall for InStacks {
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let text = self.entries(operands).and_then(|entries| {
-            let cost = cost(&*self.call, &entries.shapes(), &entries.result);
-            Some(self.kernel(&entries)?.backend_config(cost))
+            let kernel = self.kernel(&entries)?;
+            let (operands, result) = (entries.shapes(), &entries.result);
+            Some(configuration(&*self.call, &kernel, &operands, result))
         });
         Configuration::Text(text.unwrap_or_default())
     }
@@ -335,11 +336,6 @@ impl KernelCall for InRows {
         let own = self.own(operands).unwrap_or_default();
         self.call
             .transcendentals(&own.iter().collect::<Vec<_>>(), result)
-    }
-
-    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
-        let own = self.own(operands).unwrap_or_default();
-        self.call.bytes_read(&own.iter().collect::<Vec<_>>())
     }
 }
 

@@ -676,16 +676,4 @@ impl KernelCall for Convolution {
         let terms = self.side * self.side * operands[0].dims[2];
         (2 * result.count() as u64).saturating_mul(terms as u64)
     }
-
-    /// The image and the kernel are operands several times.
-    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
-        let behind_weights = self.side + self.windows_of_weights();
-        let of_weights = match self.weights {
-            Weights::Rows | Weights::Terms { .. } => &operands[self.side..behind_weights],
-            Weights::Places | Weights::Reversed => &operands[self.side..=self.side],
-        };
-        let all = operands[..1].iter().chain(of_weights);
-        let all = all.chain(&operands[behind_weights..]);
-        all.map(|s| s.bytes() as u64).sum()
-    }
 }

@@ -404,11 +404,6 @@ impl KernelCall for ConvolutionGradient {
         let pixels = operands[0].dims[1];
         (2 * result.count() as u64).saturating_mul(pixels as u64)
     }
-
-    /// The image is an operand several times.
-    fn bytes_read(&self, operands: &[&Shape]) -> u64 {
-        operands[SIDE - 1..].iter().map(|s| s.bytes() as u64).sum()
-    }
 }
 
 #[cfg(test)]

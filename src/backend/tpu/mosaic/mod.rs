@@ -295,6 +295,17 @@ impl Kernel {
         vectors.map(bytes).sum()
     }
 
+    /// Bytes of blocks that are copied from and to HBM: one is copied where the step before had another.
+    pub fn bytes_moved(&self) -> u64 {
+        let copies = |w: &Window| {
+            let counted = w.index.iter().flatten().filter(|dim| self.grid[**dim] > 1);
+            let steps = counted.max().map_or(0, |innermost| innermost + 1);
+            self.grid[..steps].iter().product::<usize>()
+        };
+        let bytes = |w: &Window| copies(w) * w.block[0] * w.block[1] * w.dtype.bits() / 8;
+        self.windows.iter().map(|w| bytes(w) as u64).sum()
+    }
+
     /// Bytes of scratch memory.
     pub fn scratch_bytes(&self) -> usize {
         let bytes = |of: &Type| match of {
