@@ -11,19 +11,22 @@ use crate::shape::Shape;
 use super::Features;
 use super::arithmetic::{Arithmetic, MOST_TERMS, block_of_columns};
 use super::call::KernelCall;
-use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, VMEM_BYTES, Window, most_bytes};
+use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, Window, most_bytes};
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks of int8 take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
 const MOST_COLUMNS: usize = 1280;
 /// The same in bf16, but for matrix units that keep sums: others read and write the block's sums once for 128 terms.
 const MOST_ADDED_COLUMNS: usize = 640;
+/// Numbers of weights that are one block though they have more columns: HBM then reads them once, and rows too. Of SDXL's, those of
+/// queries, keys and values of 640 features.
+const MOST_WEIGHTS: usize = 1920 * 640;
 /// Rows of a block, at most, where one block has all columns, and where there are several: more rows then need the
-/// weights to be read less often. In bf16 always the second.
+/// weights to be read less often. Some have twice as many.
 const MOST_ROWS: [usize; 2] = [256, 512];
-/// Numbers of a block of rows above [`MOST_ROWS`] by stored weights that are one block, at most: the first block is read
+/// Numbers of a block of rows above [`MOST_ROWS`] by weights that are one block, at most: the first block is read
 /// before anything is multiplied, and the last result written behind. By the simulation of SDXL's layers on v5e 256 rows of 1,280 and 512 of 640
-/// are best there, and where there are several blocks of columns 512 of 2,048 and 1,024 of 8,192.
+/// are best by stored ones and in int8. Where there are several blocks of columns, of stored ones 512 of 2,048 and 1,024 of 8,192 are.
 const MOST_NUMBERS: usize = 512 * 640;
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
@@ -91,14 +94,14 @@ impl Product {
         }
         let width = match self.gated {
             true => self.gated_block(columns)?,
+            false if self.is_one_block(terms, columns) => columns,
             false => block_of_columns(columns, self.most_columns())?,
         };
         if let Arithmetic::Stored(weights) = self.arithmetic {
             weights.run(terms)?;
             return self.stored_blocks(rows, terms, columns, width);
         }
-        let several = self.arithmetic == Arithmetic::Bf16 || width < columns;
-        let mut most = MOST_ROWS[usize::from(several)];
+        let mut most = self.most_rows(rows, terms, width == columns);
         while most >= TILE_ROWS {
             let count = rows.div_ceil(most);
             let blocks = Blocks {
@@ -107,7 +110,7 @@ impl Product {
                 grid: [count, columns / width],
                 keeps_rows: false,
             };
-            if self.bytes(blocks, terms) <= self.most_bytes() {
+            if self.bytes(blocks, terms) <= most_bytes(self.memory()) {
                 return Some(blocks);
             }
             most /= 2;
@@ -122,20 +125,36 @@ impl Product {
         }
     }
 
-    /// Bytes of the core's memory that the kernel may take.
-    fn memory(&self) -> usize {
-        match self.arithmetic {
-            Arithmetic::Bf16 => self.features.kernel_memory,
-            Arithmetic::Stored(_) => MOST_VMEM_BYTES,
-            Arithmetic::Int8 | Arithmetic::RecordedInt8 => VMEM_BYTES,
+    /// Whether the weights are one block for their size.
+    fn is_one_block(&self, terms: usize, columns: usize) -> bool {
+        let is_stored = matches!(self.arithmetic, Arithmetic::Stored(_));
+        !is_stored && columns * terms <= MOST_WEIGHTS
+    }
+
+    /// Rows of a block at most; `is_whole`, if it has all columns.
+    fn most_rows(&self, rows: usize, terms: usize, is_whole: bool) -> usize {
+        let [of_whole, of_several] = MOST_ROWS;
+        let is_bf16 = self.arithmetic == Arithmetic::Bf16;
+        // On the v6e HBM takes longer than the product where 512 rows share what is read of the weights.
+        let is_small = of_several * terms <= MOST_NUMBERS;
+        let shares_more = is_bf16 && (self.features.keeps_sums || is_small);
+        // Each core needs a block.
+        let cores_share = self.features.one_core || rows > 2 * of_several;
+        match is_whole {
+            true if is_bf16 || is_small => 2 * of_whole,
+            true => of_whole,
+            false if shares_more && cores_share => 2 * of_several,
+            false => of_several,
         }
     }
 
-    /// How much of it blocks fill; of the larger memory the compiler keeps some.
-    fn most_bytes(&self) -> usize {
+    /// Bytes of the core's memory that the kernel may take.
+    fn memory(&self) -> usize {
         match self.arithmetic {
-            Arithmetic::Bf16 | Arithmetic::Stored(_) => most_bytes(self.memory()),
-            Arithmetic::Int8 | Arithmetic::RecordedInt8 => self.memory(),
+            Arithmetic::Stored(_) => MOST_VMEM_BYTES,
+            Arithmetic::Bf16 | Arithmetic::Int8 | Arithmetic::RecordedInt8 => {
+                self.features.kernel_memory
+            }
         }
     }
 
@@ -178,7 +197,7 @@ impl Product {
             let sizes = sizes.filter(move |(most, width)| pays(*most, *width));
             sizes.map(move |(most, width)| of(most, width, keeps_rows))
         });
-        blocks.find(|blocks| self.bytes(*blocks, terms) <= self.most_bytes())
+        blocks.find(|blocks| self.bytes(*blocks, terms) <= most_bytes(self.memory()))
     }
 
     /// Bytes of the core's memory: windows, scratch, rows or results in `f32`, and of stored weights once more what is widened:
