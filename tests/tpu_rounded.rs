@@ -205,7 +205,7 @@ fn rounded_rows(rows: usize, rows_in_a_word: Option<u32>) -> Graph {
         noise: true,
         rows_in_a_word,
         residual: false,
-        keeps_sums: false,
+        wide_units: false,
         memory: Chip::V5e.features().kernel_memory,
     };
     let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands).unwrap();

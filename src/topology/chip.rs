@@ -151,7 +151,7 @@ impl Chip {
             int8: self.multiplies_int8(),
             one_core: self.cores_per_device() == 1,
             // By the cycles of its products in int8; a tpu7x has none.
-            keeps_sums: self == Chip::V6e,
+            wide_units: self == Chip::V6e,
             int8_break_even: self.int8_break_even(),
             int8_kernels_break_even: self.int8_kernels_break_even(),
             kernel_memory: match self {

@@ -142,10 +142,10 @@ impl Attention {
         })
     }
 
-    /// Keys whose weights the vector units sum, in blocks of [`MOST_ROWS`]. Where matrix units keep sums, 1,024 keys are not few: four
+    /// Keys whose weights the vector units sum, in blocks of [`MOST_ROWS`]. Of wide matrix units 1,024 keys are not few: four
     /// heads with as many queries take 12,875 cycles so on v6e, and 11,997 otherwise; on v5e 21,063 and 22,105.
     fn few_keys(&self) -> usize {
-        match self.features.keeps_sums {
+        match self.features.wide_units {
             true => MOST_ROWS,
             false => 2 * MOST_ROWS,
         }

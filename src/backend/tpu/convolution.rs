@@ -6,6 +6,7 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
+use super::Features;
 use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
 use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
@@ -39,8 +40,8 @@ pub struct Convolution {
     pub side: usize,
     pub weights: Weights,
     pub added: Added,
-    /// Bytes of a core's own memory that it may take.
-    pub memory: usize,
+    /// Of the chip.
+    pub features: Features,
 }
 
 /// How a convolution has its kernel.
@@ -120,8 +121,8 @@ impl Convolution {
         inputs.next_multiple_of(LANES)
     }
 
-    /// Of the blocks that fit the core's memory, the one for which the least is read; of stored weights of those with enough
-    /// pixels.
+    /// Of the blocks that fit the core's memory, and for which the matrix units multiply the fewest columns, the one for which the
+    /// least is read; of stored weights of those with enough pixels.
     fn block(&self, sizes: Sizes) -> Option<Block> {
         let is_known = self.width.is_multiple_of(TILE_ROWS[0])
             && self.width > 0
@@ -144,15 +145,22 @@ impl Convolution {
             })
         });
         // What the compiler puts there itself is not counted.
-        let most = most_bytes(self.memory);
+        let most = most_bytes(self.features.kernel_memory);
         let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
         fitting.min_by_key(|block| {
             let missing = match self.widens() {
                 true => LEAST_PIXELS.saturating_sub(block.image_rows * self.width),
                 false => 0,
             };
-            (missing, self.bytes_read(*block, sizes))
+            let multiplied = self.multiplied_columns(*block, sizes);
+            (missing, multiplied, self.bytes_read(*block, sizes))
         })
+    }
+
+    /// Outputs with those of each block up to whole columns of the matrix units, which they multiply in any case.
+    fn multiplied_columns(&self, block: Block, sizes: Sizes) -> usize {
+        let of_units = self.features.columns_of_units();
+        sizes.outputs / block.columns * block.columns.next_multiple_of(of_units)
     }
 
     /// Whether weights are widened inside.
@@ -403,7 +411,7 @@ impl Convolution {
             grid[dim] = count;
         }
         let mut kernel = Kernel::new(grid, self.windows(block, sizes));
-        kernel.memory = self.memory;
+        kernel.memory = self.features.kernel_memory;
         if self.widens() {
             kernel.join_last_dims();
         }

@@ -57,8 +57,9 @@ pub struct Features {
     pub int8: bool,
     /// Whether a device has one core, which then takes all steps of a kernel in order.
     pub one_core: bool,
-    /// Whether its matrix units keep sums of all of a product's terms. Others give those of 128 terms, and the vector units add them.
-    pub keeps_sums: bool,
+    /// Whether its matrix units multiply 256 terms and 256 columns at a time, where others have 128. The vector units add up the sums
+    /// of more terms.
+    pub wide_units: bool,
     /// Of a product in int8 whose operands the compiler's own operations round in the step: how much `rows * columns / (rows + columns)`
     /// is where the product saves as much time as rounding takes. `None` where products in int8 save none.
     pub int8_break_even: Option<usize>,
@@ -83,11 +84,19 @@ impl Features {
     pub const UNKNOWN: Features = Features {
         int8: false,
         one_core: false,
-        keeps_sums: false,
+        wide_units: false,
         int8_break_even: None,
         int8_kernels_break_even: None,
         kernel_memory: mosaic::VMEM_BYTES,
     };
+
+    /// Columns that its matrix units multiply at a time.
+    pub fn columns_of_units(self) -> usize {
+        match self.wide_units {
+            true => 256,
+            false => 128,
+        }
+    }
 
     /// Numbers of cores that may share a kernel's columns, the most first: few columns do not divide among all.
     pub fn cores(self) -> &'static [usize] {

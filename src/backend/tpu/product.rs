@@ -16,7 +16,7 @@ use super::mosaic::{Kernel, MOST_VMEM_BYTES, Place, Window, most_bytes};
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks of int8 take up to 70 %
 /// more cycles: the rounding of the rows then overlaps less of the product.
 const MOST_COLUMNS: usize = 1280;
-/// The same in bf16, but for matrix units that keep sums: others read and write the block's sums once for 128 terms.
+/// The same in bf16, but for wide matrix units: others read and write the block's sums once for 128 terms.
 const MOST_ADDED_COLUMNS: usize = 640;
 /// Numbers of weights that are one block though they have more columns: HBM then reads them once, and rows too. Of SDXL's, those of
 /// queries, keys and values of 640 features.
@@ -75,7 +75,7 @@ impl Product {
     /// The columns of values that stand before as many of gates. `None` where columns make no blocks.
     pub fn gated_block(&self, columns: usize) -> Option<usize> {
         // Together they are as wide as a block without gates, or twice as wide where a step multiplies all of them at once.
-        let most = match self.arithmetic == Arithmetic::Bf16 && self.features.keeps_sums {
+        let most = match self.arithmetic == Arithmetic::Bf16 && self.features.wide_units {
             true => MOST_COLUMNS,
             false => MOST_COLUMNS / 2,
         };
@@ -119,7 +119,7 @@ impl Product {
     }
 
     fn most_columns(&self) -> usize {
-        match self.arithmetic == Arithmetic::Bf16 && !self.features.keeps_sums {
+        match self.arithmetic == Arithmetic::Bf16 && !self.features.wide_units {
             true => MOST_ADDED_COLUMNS,
             false => MOST_COLUMNS,
         }
@@ -127,8 +127,7 @@ impl Product {
 
     /// Whether the weights are one block for their size.
     fn is_one_block(&self, terms: usize, columns: usize) -> bool {
-        let is_stored = matches!(self.arithmetic, Arithmetic::Stored(_));
-        !is_stored && columns * terms <= MOST_WEIGHTS
+        columns * terms <= MOST_WEIGHTS
     }
 
     /// Rows of a block at most; `is_whole`, if it has all columns.
@@ -137,7 +136,7 @@ impl Product {
         let is_bf16 = self.arithmetic == Arithmetic::Bf16;
         // On the v6e HBM takes longer than the product where 512 rows share what is read of the weights.
         let is_small = of_several * terms <= MOST_NUMBERS;
-        let shares_more = is_bf16 && (self.features.keeps_sums || is_small);
+        let shares_more = is_bf16 && (self.features.wide_units || is_small);
         // Each core needs a block.
         let cores_share = self.features.one_core || rows > 2 * of_several;
         match is_whole {
@@ -184,6 +183,7 @@ impl Product {
         let keeps_rows = self.features.one_core && self.norm.is_some();
         let pays = move |most: usize, width: usize| match width < columns {
             true => most <= MOST_ROWS[1] || 4 * most <= rows,
+            false if self.features.wide_units => most <= MOST_ROWS[1],
             false => most <= MOST_ROWS[0] || most * terms <= MOST_NUMBERS,
         };
         let sizes = [

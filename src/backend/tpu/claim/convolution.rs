@@ -89,7 +89,7 @@ impl Claims<'_> {
                 side,
                 weights: layout,
                 added: Added::Nothing,
-                memory: self.features.kernel_memory,
+                features: self.features,
             },
             contraction: i,
             x,

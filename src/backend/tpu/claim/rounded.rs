@@ -214,7 +214,7 @@ impl<'a> Claims<'a> {
             noise: x.noise.is_some(),
             rows_in_a_word: x.noise.and_then(|noise| noise.rows_in_a_word),
             residual: false,
-            keeps_sums: self.features.keeps_sums,
+            wide_units: self.features.wide_units,
             memory: self.features.kernel_memory,
         };
         let fits = |kernel: &RoundedProduct| kernel.fits(rows / self.parts, terms, columns);

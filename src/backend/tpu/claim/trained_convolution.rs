@@ -144,7 +144,7 @@ fn image<'a>(
         side: 3,
         weights: layout,
         added: Added::Nothing,
-        memory: features.kernel_memory,
+        features,
     };
     let found = Image {
         kernel,

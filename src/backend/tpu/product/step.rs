@@ -10,8 +10,8 @@ use super::super::gated::gated;
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
 use super::{Blocks, MOST_COLUMNS, Product, TILE_ROWS};
 
-/// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product. Matrix units that keep sums
-/// take a whole block.
+/// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product. Wide matrix
+/// units take a whole block.
 const GATED_COLUMNS: usize = LANES;
 
 impl Product {
@@ -26,7 +26,7 @@ impl Product {
         let activation = self.activation(k, blocks, terms);
         let part = |most| block_of_columns(columns, most).unwrap_or(columns);
         let width = match self.gated {
-            true if !self.features.keeps_sums => part(GATED_COLUMNS),
+            true if !self.features.wide_units => part(GATED_COLUMNS),
             _ => columns,
         };
         let multiply = |k: &mut Kernel, wide: Option<Scratch>, at: usize, width: usize| {

@@ -38,8 +38,8 @@ pub struct RoundedProduct {
     pub rows_in_a_word: Option<u32>,
     /// Whether a tensor of the result's shape is added to the rounded result.
     pub residual: bool,
-    /// Whether the matrix units keep sums of all terms.
-    pub keeps_sums: bool,
+    /// [`super::super::Features::wide_units`]
+    pub wide_units: bool,
     /// Bytes of the core's memory that it may take.
     pub memory: usize,
 }
@@ -224,7 +224,7 @@ impl RoundedProduct {
     fn multiply(&self, k: &mut Kernel, part: Part, blocks: Blocks, terms: usize) {
         let (rows, columns) = (part.rows, blocks.columns);
         let mut sums = k.splat(DType::S32, [rows, columns], 0.0);
-        let width = match self.keeps_sums {
+        let width = match self.wide_units {
             true => terms,
             false => run_of(terms),
         };
