@@ -4,13 +4,16 @@
 //! The compiler's own way needs the image nine times, once for each place. Here a block of the image is moved by a pixel to
 //! either side on the chip, and places in other rows read it from there. Sums stay in the core's memory until the last block.
 
+use std::cmp::Reverse;
+
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
+use super::Features;
 use super::arithmetic::block_of_columns;
 use super::call::{KernelCall, refused};
-use super::mosaic::{Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
 /// Rows and columns of the convolution's kernel.
 const SIDE: usize = 3;
@@ -38,6 +41,8 @@ pub struct ConvolutionGradient {
     pub images: usize,
     /// The type of the result. Sums are `f32`.
     pub result: DType,
+    /// Of the chip.
+    pub features: Features,
 }
 
 /// What a step computes with: some rows of an image, some of its channels.
@@ -108,7 +113,8 @@ impl ConvolutionGradient {
         self.images * self.height / block.image_rows
     }
 
-    /// Of the blocks that fit the core's memory, the one for which the least is read.
+    /// Of the blocks that fit the core's memory, and for which the matrix units multiply the fewest columns, the one with the most
+    /// pixels, as each step reads and writes all sums; of these the narrowest.
     fn block(&self, sizes: Sizes) -> Option<Block> {
         let is_known = self.width > 0
             && self.width.is_multiple_of(TILE_ROWS[0])
@@ -139,29 +145,26 @@ impl ConvolutionGradient {
         let fitting = blocks.filter(|block| {
             is_known
                 && self.instructions(*block, sizes) <= MOST_INSTRUCTIONS
-                && self.bytes(*block, sizes) <= VMEM_BYTES
+                && self.bytes(*block, sizes) <= most_bytes(self.features.kernel_memory)
         });
-        fitting.min_by_key(|block| self.bytes_read(*block, sizes))
+        fitting.min_by_key(|block| {
+            let of_units = self.features.columns_of_units();
+            let multiplied =
+                sizes.inputs / block.columns * block.columns.next_multiple_of(of_units);
+            (multiplied, Reverse(block.image_rows), block.columns)
+        })
     }
 
     fn pixels(&self, block: Block) -> usize {
         block.image_rows * self.width
     }
 
-    /// Instructions of the matrix units in a step: each multiplies a tile of rows with 128 x 128 numbers.
+    /// Instructions of the matrix units in a step: each multiplies a tile of rows with as many terms as columns.
     fn instructions(&self, block: Block, sizes: Sizes) -> usize {
         let tiles = sizes.outputs.div_ceil(TILE_ROWS[1]);
-        let [pixels, columns] = [self.pixels(block), block.columns].map(|n| n.div_ceil(LANES));
+        let of_units = self.features.columns_of_units();
+        let [pixels, columns] = [self.pixels(block), block.columns].map(|n| n.div_ceil(of_units));
         SIDE * SIDE * tiles * pixels * columns
-    }
-
-    /// Bytes of operands that one part takes.
-    fn bytes_read(&self, block: Block, sizes: Sizes) -> usize {
-        let pixels = self.images * self.height * self.width;
-        let rows_seen = block.image_rows + SIDE - 1;
-        let image = pixels * sizes.inputs / block.image_rows * rows_seen;
-        let gradient = sizes.inputs / block.columns * pixels * sizes.outputs;
-        2 * (image + gradient)
     }
 
     /// Bytes of the core's memory: windows, scratch, and the product that is added to the sums with copies of its operands.
@@ -233,6 +236,7 @@ impl ConvolutionGradient {
     fn kernel(&self, block: Block, sizes: Sizes) -> Kernel {
         let grid = vec![sizes.parts, sizes.inputs / block.columns, self.steps(block)];
         let mut kernel = Kernel::new(grid, self.windows(block, sizes));
+        kernel.memory = self.features.kernel_memory;
         self.step(&mut kernel, block, sizes);
         kernel
     }
@@ -468,6 +472,7 @@ mod tests {
             width: 16,
             images: 1,
             result: DType::F32,
+            features: Features::UNKNOWN,
         };
         let sizes = Sizes {
             parts: 1,
@@ -501,6 +506,7 @@ mod tests {
             width: 16,
             images: 2,
             result: DType::BF16,
+            features: Features::UNKNOWN,
         };
         let sizes = Sizes {
             parts: 1,
@@ -526,6 +532,7 @@ mod tests {
             width: height,
             images,
             result: DType::F32,
+            features: Features::UNKNOWN,
         };
         for (side, inputs, outputs) in [(64, 320, 320), (128, 1024, 320), (64, 640, 640)] {
             let sizes = Sizes {
@@ -535,7 +542,8 @@ mod tests {
             };
             let of = of(side, 2);
             let block = of.block(sizes).unwrap();
-            assert!(of.bytes(block, sizes) <= VMEM_BYTES, "{sizes:?}");
+            let most = most_bytes(of.features.kernel_memory);
+            assert!(of.bytes(block, sizes) <= most, "{sizes:?}");
             assert!(side.is_multiple_of(block.image_rows) && inputs.is_multiple_of(block.columns));
             assert!(of.pixels(block).is_multiple_of(LANES));
         }

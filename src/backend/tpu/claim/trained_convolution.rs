@@ -178,14 +178,24 @@ fn weights(graph: &Graph, dims: &ConvDims, kernel: u32) -> Option<(u32, Weights)
     }
 }
 
+/// A convolution that may be the derivative of a kernel.
+pub(super) struct OfKernel<'a> {
+    pub dims: &'a ConvDims,
+    pub result: &'a Shape,
+    /// Whether only the result's rounding to bf16 reads it.
+    pub is_rounded: bool,
+}
+
 /// The kernel's call for the derivative of a kernel; `None` for other convolutions, and where the kernel does not take it.
-/// `is_rounded`: only the result's rounding to bf16 reads it.
 pub(super) fn gradient_of_kernel(
     b: &Builder,
     [image, gradient]: [Tensor; 2],
-    dims: &ConvDims,
-    result: &Shape,
-    is_rounded: bool,
+    OfKernel {
+        dims,
+        result,
+        is_rounded,
+    }: OfKernel<'_>,
+    features: Features,
     parts: usize,
     narrowest: usize,
 ) -> Result<Option<Tensor>> {
@@ -208,6 +218,7 @@ pub(super) fn gradient_of_kernel(
             true => DType::BF16,
             false => result.dtype,
         },
+        features,
     };
     let takes = *dims == derivative
         && result.dims[2..] == [3, 3]

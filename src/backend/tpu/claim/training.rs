@@ -8,7 +8,7 @@ use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
 use super::layer_norm::{self, LayerNorms};
-use super::trained_convolution::{gradient_of_kernel, images};
+use super::trained_convolution::{OfKernel, gradient_of_kernel, images};
 use super::{Result, is_split, rounded, rounding_of_sum};
 
 /// Whether [`claim_training`] may take a composite of a step, which then stays whole. `rounds`: whether the step's products are of
@@ -88,7 +88,12 @@ fn claim(
             Op::Convolution { dims, .. } => {
                 let operands = [0, 1].map(|at| copies[node.operands[at] as usize]);
                 let is_rounded = rounding_of_sum(graph, &users, i, parts).is_some();
-                gradient_of_kernel(b, operands, dims, &node.shape, is_rounded, parts, narrowest)
+                let of_kernel = OfKernel {
+                    dims,
+                    result: &node.shape,
+                    is_rounded,
+                };
+                gradient_of_kernel(b, operands, of_kernel, features, parts, narrowest)
             }
             _ => Ok(None),
         }
