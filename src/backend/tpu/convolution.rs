@@ -152,15 +152,11 @@ impl Convolution {
                 true => LEAST_PIXELS.saturating_sub(block.image_rows * self.width),
                 false => 0,
             };
-            let multiplied = self.multiplied_columns(*block, sizes);
+            let multiplied = self
+                .features
+                .multiplied_columns(sizes.outputs, block.columns);
             (missing, multiplied, self.bytes_read(*block, sizes))
         })
-    }
-
-    /// Outputs with those of each block up to whole columns of the matrix units, which they multiply in any case.
-    fn multiplied_columns(&self, block: Block, sizes: Sizes) -> usize {
-        let of_units = self.features.columns_of_units();
-        sizes.outputs / block.columns * block.columns.next_multiple_of(of_units)
     }
 
     /// Whether weights are widened inside.

@@ -148,9 +148,9 @@ impl ConvolutionGradient {
                 && self.bytes(*block, sizes) <= most_bytes(self.features.kernel_memory)
         });
         fitting.min_by_key(|block| {
-            let of_units = self.features.columns_of_units();
-            let multiplied =
-                sizes.inputs / block.columns * block.columns.next_multiple_of(of_units);
+            let multiplied = self
+                .features
+                .multiplied_columns(sizes.inputs, block.columns);
             (multiplied, Reverse(block.image_rows), block.columns)
         })
     }

@@ -91,11 +91,16 @@ impl Features {
     };
 
     /// Columns that its matrix units multiply at a time.
-    pub fn columns_of_units(self) -> usize {
+    fn columns_of_units(self) -> usize {
         match self.wide_units {
             true => 256,
             false => 128,
         }
+    }
+
+    /// `columns`, in blocks of which each is filled up to whole columns of the matrix units: they multiply these in any case.
+    fn multiplied_columns(self, columns: usize, of_block: usize) -> usize {
+        columns / of_block * of_block.next_multiple_of(self.columns_of_units())
     }
 
     /// Numbers of cores that may share a kernel's columns, the most first: few columns do not divide among all.
