@@ -10,11 +10,12 @@ decoder, for one image (`examples/compile_decoder.rs` is built for it; not on a 
 A training step of the UNet is for a few chips (`TRAINING`) with weights and AdamW's state split over all of them: one image a
 chip, weights in float32, activations in bfloat16, latents and text already encoded, no rematerialization on either side
 unless a KEY=VALUE for this program says so. Each compiles in a process of its own, one after the other. Milliseconds are the sum of the `estimated_cycles` of the
-optimized program over the chip's clock, without waiting for collectives; this program adds the simulation of its kernels.
+optimized program, loops included, over the chip's clock, without waiting for collectives; this program adds the simulation of its kernels.
 Prints a line of Markdown table for each.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -185,16 +186,38 @@ def training(chip):
     return lowered, count
 
 
+def estimated_cycles(text):
+    """The cycles of an optimized program's operations, those of a loop as often as its body runs. Operations inside fusions have
+    none of their own."""
+    cycles, calls, entry, current = {}, {}, None, None
+    for line in text.splitlines():
+        if found := re.match(r"(ENTRY )?(%[\w.-]+) \(.*\{$", line):
+            current = found[2]
+            cycles[current], calls[current] = 0, []
+            entry = current if found[1] else entry
+        elif current and (found := re.search(r'"estimated_cycles":"(\d+)"', line)):
+            cycles[current] += int(found[1])
+        if not current:
+            continue
+        if " while(" in line:
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            if not trips:
+                sys.exit(f"the program does not tell how often a loop runs: {line.strip()[:200]}")
+            calls[current].append((re.search(r"body=(%[\w.-]+)", line)[1], int(trips[1])))
+        else:
+            calls[current] += [(name, 1) for name in re.findall(r"(?:calls|to_apply)=(%[\w.-]+)", line)]
+            if found := re.search(r"branch_computations=\{(.*?)\}", line):
+                calls[current] += [(name.strip(), 1) for name in found[1].split(",")]
+    total = functools.cache(lambda name: cycles[name] + sum(count * total(called) for called, count in calls[name]))
+    return total(entry)
+
+
 def maxdiffusion(chip, step):
     lowered, count = {"denoise": denoising, "train": training, "decode": decoding}[step](chip)
     start = time.monotonic()
     compiled = lowered.compile()
     seconds = time.monotonic() - start
-    text = compiled.as_text()
-    if " while(" in text:
-        sys.exit("the program has loops, whose bodies would count once")
-    # Operations inside fusions have no cycles of their own.
-    cycles = sum(int(found) for found in re.findall(r'"estimated_cycles":"(\d+)"', text))
+    cycles = estimated_cycles(compiled.as_text())
     memory = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {"parameters": count, "ms": cycles / CHIPS[chip][2] * 1e3, "seconds": seconds, "peak": peak}

@@ -42,7 +42,7 @@ const MOST_CYCLES: f64 = 10_000.0;
 const MOST_FLOPS_OF_LAST: f64 = 1e10;
 const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
 
-/// Trips of loops that are simulated, of [`common_trips`]: where these are no more than both together, all are.
+/// Trips of loops that are simulated. Where there are no more than both together, all are.
 const FEW_TRIPS: [usize; 2] = [2, 3];
 
 /// What the simulation of a kernel told.
@@ -58,18 +58,30 @@ pub struct Simulated {
 #[derive(Debug, Clone)]
 pub struct Simulator {
     program: PathBuf,
+    bundles: bool,
 }
 
 impl Simulator {
     /// `program` is `maxdiff-rs`, or another that calls [`crate::cli::main`].
     pub fn new(program: PathBuf) -> Simulator {
-        Simulator { program }
+        Simulator {
+            program,
+            bundles: false,
+        }
+    }
+
+    /// Also counts the bundles of a kernel's code. That takes as long again as compiling it, for large convolutions twice as long.
+    pub fn with_bundles(self) -> Simulator {
+        Simulator {
+            bundles: true,
+            ..self
+        }
     }
 
     /// Simulates kernels for `chip`; the child process is started with the first.
     pub fn of_chip(&self, chip: Chip) -> ChipSimulator {
         ChipSimulator {
-            program: self.program.clone(),
+            simulator: self.clone(),
             chip,
             child: None,
         }
@@ -78,7 +90,7 @@ impl Simulator {
 
 /// Simulates kernels for a chip, in one child process as long as it lives: starting one and loading libtpu takes 0.6 s.
 pub struct ChipSimulator {
-    program: PathBuf,
+    simulator: Simulator,
     chip: Chip,
     child: Option<SimulatorChild>,
 }
@@ -96,7 +108,7 @@ impl ChipSimulator {
         let chip = self.chip;
         // Those of the last part. All parts have the same, unless one runs a loop once.
         let mut bundles = None;
-        let mut simulate = |grid: Option<&Grid>, trips: Option<Trips>| {
+        let mut simulate = |grid: Option<&Grid>, trips: Option<&Trips>| {
             let (cycles, of_part) = self.simulate(&module(&call.code, grid, trips), stop)?;
             bundles = of_part;
             Ok::<f64, SimulationError>(cycles as f64)
@@ -118,23 +130,19 @@ impl ChipSimulator {
             });
         };
         let least_of_part = least / whole.steps() as f64 * parts[0].steps() as f64;
-        let common = match least_of_part > MOST_CYCLES {
-            true => common_trips(&call.code.text)
-                .filter(|common| *common > FEW_TRIPS.iter().sum::<usize>()),
-            false => None,
-        };
+        let trips = few_trips(&call.code.text).filter(|_| least_of_part > MOST_CYCLES);
         let times = parts.iter().map(|part| {
-            let Some(common) = common else {
+            let Some([few, more]) = &trips else {
                 return simulate(Some(part), None);
             };
-            let mut of_trips = |simulated| simulate(Some(part), Some(Trips { simulated, common }));
-            let (few, more) = (of_trips(FEW_TRIPS[0])?, of_trips(FEW_TRIPS[1])?);
-            let each = (more - few) / (FEW_TRIPS[1] - FEW_TRIPS[0]) as f64;
-            Ok(few + each * (common - FEW_TRIPS[0]) as f64)
+            let of_few = simulate(Some(part), Some(few))?;
+            let each = (simulate(Some(part), Some(more))? - of_few)
+                / (more.simulated - few.simulated) as f64;
+            Ok(of_few + each * (few.common - few.simulated) as f64)
         });
         let times: Vec<f64> = times.collect::<Result<_, _>>()?;
         let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
-        let of_trips = common.map_or(1.0, |common| FEW_TRIPS[1] as f64 / common as f64);
+        let of_trips = trips.map_or(1.0, |[_, more]| more.simulated as f64 / more.common as f64);
         Ok(Simulated {
             cycles: whole.extrapolated(&parts, &times, cores),
             bundles,
@@ -153,7 +161,8 @@ impl ChipSimulator {
             None => {
                 let accelerator = Accelerator::smallest(self.chip);
                 let accelerator = accelerator.ok_or(SimulationError::NotTpu(self.chip))?;
-                SimulatorChild::start(&self.program, &accelerator.name)?
+                let Simulator { program, bundles } = &self.simulator;
+                SimulatorChild::start(program, &accelerator.name, *bundles)?
             }
         };
         let lives = child.compile(stablehlo, stop)?;
@@ -309,41 +318,74 @@ fn grid_of(text: &str) -> Option<Grid> {
     })
 }
 
-/// How many trips of each loop are simulated: `simulated` of `common`, which all loops have or have a multiple of.
-#[derive(Clone, Copy, Debug)]
+/// How many trips of loops are simulated: `simulated` of `common`, which each of the loops has or has a multiple of.
+#[derive(Clone, Debug, PartialEq)]
 struct Trips {
     simulated: usize,
     common: usize,
+    /// The loops.
+    of: Vec<String>,
 }
 
-static TRIPS: LazyLock<Option<Regex>> =
-    LazyLock::new(|| Regex::new(r"_u = arith\.constant ([0-9]+) : i32").ok());
+/// A loop that is in no other.
+#[derive(Debug)]
+struct Loop {
+    name: String,
+    trips: usize,
+    multiplies: bool,
+}
 
-/// The largest number that divides the trips of all loops of a kernel's text. `None` where there are none, or one is inside of another: cycles are then not
-/// linear in it.
-fn common_trips(text: &str) -> Option<usize> {
-    let mut common: Option<usize> = None;
+/// What multiplies in a kernel's text.
+const MULTIPLIES: &str = "tpu.matmul";
+
+static TRIPS: LazyLock<Option<Regex>> =
+    LazyLock::new(|| Regex::new(r"(%\w+)_u = arith\.constant ([0-9]+) : i32").ok());
+
+/// The loops of a kernel's text, without those inside of others.
+fn loops(text: &str) -> Vec<Loop> {
+    let mut loops: Vec<Loop> = Vec::new();
     // The braces that are open, and those that were at the loop that is.
     let (mut open, mut at_loop) = (0i64, None);
     for line in text.lines() {
-        if let Some(trips) = TRIPS.as_ref()?.captures(line) {
-            let trips: usize = trips[1].parse().ok()?;
-            common = Some(common.map_or(trips, |common| gcd(common, trips)));
+        let trips = TRIPS.as_ref().and_then(|trips| trips.captures(line));
+        let trips = trips.and_then(|found| Some((found[1].to_owned(), found[2].parse().ok()?)));
+        match (trips, at_loop, loops.last_mut()) {
+            (Some((name, trips)), None, _) => loops.push(Loop {
+                name,
+                trips,
+                multiplies: false,
+            }),
+            (_, Some(_), Some(last)) => last.multiplies |= line.contains(MULTIPLIES),
+            _ => {}
         }
-        if line.contains("scf.for") {
-            if at_loop.is_some() {
-                return None;
-            }
+        if line.contains("scf.for") && at_loop.is_none() {
             at_loop = Some(open);
         }
         open += line.matches('{').count() as i64 - line.matches('}').count() as i64;
         at_loop = at_loop.filter(|before| open > *before);
     }
-    common
+    loops
+}
+
+/// Few trips of a kernel's loops, and then more. Of a kernel that multiplies these are of loops that do: products outside of loops
+/// take longer to compile, once more for each number of trips, than all trips of other loops to simulate. `None` where there are no
+/// such loops, or no more trips than would be simulated.
+fn few_trips(text: &str) -> Option<[Trips; 2]> {
+    let multiplies = text.contains(MULTIPLIES);
+    let loops = loops(text).into_iter();
+    let loops: Vec<Loop> = loops.filter(|of| of.multiplies == multiplies).collect();
+    let common = loops.iter().map(|of| of.trips).reduce(gcd)?;
+    (common > FEW_TRIPS.iter().sum()).then(|| {
+        FEW_TRIPS.map(|simulated| Trips {
+            simulated,
+            common,
+            of: loops.iter().map(|of| of.name.clone()).collect(),
+        })
+    })
 }
 
 /// The configuration of a call of `code`, with another grid and fewer trips if such are given.
-fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -> String {
+fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<&Trips>) -> String {
     let mut text = Cow::from(&code.text);
     if let Some((grid, place)) = grid.zip(BOUNDS.as_ref()) {
         let bounds = grid.outer.iter().chain([&grid.last]);
@@ -353,9 +395,12 @@ fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -
     }
     if let Some((trips, place)) = trips.zip(TRIPS.as_ref()) {
         let fewer = |found: &regex::Captures<'_>| {
-            let all: usize = found[1].parse().unwrap_or(trips.common);
-            let fewer = all / trips.common * trips.simulated;
-            format!("_u = arith.constant {fewer} : i32")
+            let (name, all) = (&found[1], found[2].parse().unwrap_or(trips.common));
+            let fewer = match trips.of.iter().any(|of| of == name) {
+                true => all / trips.common * trips.simulated,
+                false => all,
+            };
+            format!("{name}_u = arith.constant {fewer} : i32")
         };
         text = Cow::from(place.replace_all(&text, fewer).into_owned());
     }
@@ -364,7 +409,7 @@ fn configuration(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -
 
 /// A StableHLO module of one call of `code`, with another grid and fewer trips of loops if such are given. Its arguments and its result have the call's layouts: the compiler would otherwise
 /// choose others for some, and add copies, which would be simulated too, for minutes, and count as the kernel's.
-fn module(code: &KernelCode, grid: Option<&Grid>, trips: Option<Trips>) -> String {
+fn module(code: &KernelCode, grid: Option<&Grid>, trips: Option<&Trips>) -> String {
     let places = 0..code.operands.len();
     let names: Vec<String> = places.map(|i| format!("%arg{i}")).collect();
     let with_layout = |of: &String| {
@@ -439,31 +484,44 @@ mod tests {
     }
 
     #[test]
-    fn trips_of_all_loops_are_shortened_alike() {
+    fn trips_of_loops_that_multiply_are_shortened_alike() {
         let looped = |trips: u64, body: &str| {
             format!(
                 "%v{trips}_u = arith.constant {trips} : i32\nscf.for %v{trips} = %l to %v{trips}_u {{\n{body}scf.yield\n}}\n"
             )
         };
-        let branch = "scf.if %c {\n} else {\n}\n";
-        let loops = |trips: [u64; 2]| trips.map(|trips| looped(trips, branch)).concat();
-        assert_eq!(common_trips(&loops([24, 16])), Some(8));
-        assert_eq!(common_trips(branch), None);
-        assert_eq!(common_trips(&looped(8, &looped(16, branch))), None);
-        let of = |text: String| KernelCode { text, ..code("1") };
-        let trips = Trips {
-            simulated: 3,
-            common: 8,
+        let of = |text: &str| {
+            let [few, more] = few_trips(text)?;
+            assert_eq!([few.simulated, more.simulated], FEW_TRIPS);
+            assert_eq!((more.common, &more.of), (few.common, &few.of));
+            Some((few.common, few.of))
         };
-        let fewer = configuration(&of(loops([24, 16])), None, Some(trips));
+        let branch = "scf.if %c {\n} else {\n}\n";
+        let product = "%p = tpu.matmul %a, %b\n";
+        let loops = |body: &str| [24, 16].map(|trips| looped(trips, body)).concat();
+        let both = vec!["%v24".to_owned(), "%v16".to_owned()];
+        assert_eq!(of(&loops(branch)), Some((8, both.clone())));
+        assert_eq!(of(&loops(product)), Some((8, both)));
+        // Loops inside of others have all their trips.
         assert_eq!(
-            fewer,
-            configuration(
-                &of(loops([9, 6]).replace("%v9", "%v24").replace("%v6", "%v16")),
-                None,
-                None
-            )
+            of(&looped(8, &loops(product))),
+            Some((8, vec!["%v8".to_owned()]))
         );
+        // Loops beside products have all too, whether those are in loops of their own or in none.
+        let beside = looped(24, branch) + &looped(16, product);
+        assert_eq!(of(&beside), Some((16, vec!["%v16".to_owned()])));
+        assert_eq!(of(&(loops(branch) + product)), None);
+        assert_eq!(of(product), None);
+        // So few that all are simulated.
+        assert_eq!(of(&looped(5, product)), None);
+
+        let configured = |text: &str, trips: Option<&Trips>| {
+            let text = text.to_owned();
+            configuration(&KernelCode { text, ..code("1") }, None, trips)
+        };
+        let [_, more] = few_trips(&beside).unwrap();
+        let fewer = beside.replace("constant 16", "constant 3");
+        assert_eq!(configured(&beside, Some(&more)), configured(&fewer, None));
     }
 
     #[test]

@@ -74,11 +74,11 @@ pub struct SimulatorChild {
 }
 
 impl SimulatorChild {
-    /// Starts `program`, for the chips of `topology`.
+    /// Starts `program`, for the chips of `topology`. With `bundles` libtpu also writes the instructions.
     ///
     /// # Errors
     /// When it cannot be started.
-    pub fn start(program: &Path, topology: &str) -> Result<Self, SimulationError> {
+    pub fn start(program: &Path, topology: &str, bundles: bool) -> Result<Self, SimulationError> {
         let temporary = std::env::temp_dir();
         let folder = tempfile::tempdir_in(&temporary)
             .map_err(failed_at(&temporary, "no folder could be made"))?;
@@ -88,12 +88,16 @@ impl SimulatorChild {
         let messages = messages.map_err(failed_at(&temporary, "no file could be made"))?;
         let flags = std::env::var("LIBTPU_INIT_ARGS").unwrap_or_default();
         let at = folder.path().display();
+        let of_bundles = match bundles {
+            true => vliw::flags(&at.to_string()),
+            false => String::new(),
+        };
         let not_started = || failed_at(program, "could not be started");
         let mut process = Command::new(program)
             .args(["kernel", "simulate", "--topology", topology])
             .env(
                 "LIBTPU_INIT_ARGS",
-                format!("{} {flags} {FLAG}={at}", vliw::flags(&at.to_string())),
+                format!("{of_bundles} {flags} {FLAG}={at}"),
             )
             // One run wrote 1.2 GB of messages.
             .envs([("TPU_LOG_DIR", "disabled"), ("TPU_MIN_LOG_LEVEL", "3")])

@@ -224,7 +224,7 @@ fn cycles(args: &CaseArgs) -> Result<(), CliError> {
     for accelerator in args.accelerators(&[Chip::V5e])? {
         let name = accelerator.name.clone();
         progress(&format!("{name}: compiling and simulating"));
-        let comparison = kernels::compare(&case, accelerator, simulator()?)?;
+        let comparison = kernels::compare(&case, accelerator, simulator()?.with_bundles())?;
         text.push_str(&describe(&name, &comparison));
         reports.insert(name, report(&comparison));
     }

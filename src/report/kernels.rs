@@ -51,7 +51,8 @@ pub struct KernelCycles {
     pub product_cycles: u64,
     /// The share of the kernel's grid that was simulated, 0 to 1; the rest is as fast.
     pub simulated_share: f64,
-    /// Its code; `None` where the compiler wrote none.
+    /// Its code; `None` where the compiler wrote none, as it is not asked to for whole programs.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
     pub bundles: Option<VliwBundles>,
 }
 
