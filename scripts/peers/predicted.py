@@ -266,7 +266,8 @@ def main():
     arguments.add_argument("--program", default=ROOT / "target/release/maxdiff-rs")
     arguments.add_argument("--only", action="append", choices=CASES)
     arguments.add_argument("--alone", choices=CASES, help=argparse.SUPPRESS)
-    arguments = arguments.parse_args()
+    # Overrides may follow options.
+    arguments = arguments.parse_intermixed_args()
     if arguments.alone == "maxdiffusion":
         sys.path.insert(0, str(arguments.folder.resolve() / "src"))
         print(json.dumps(maxdiffusion(arguments.chip, arguments.step)))

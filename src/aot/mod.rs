@@ -6,9 +6,11 @@
 mod compiler;
 mod cycles;
 mod error;
+mod grid;
 mod header;
 mod simulations;
 mod simulator_child;
+mod trips;
 mod vliw;
 
 use std::collections::BTreeMap;
