@@ -124,7 +124,9 @@ pub fn upsample_2x(
     let mut doubled = upsample_nearest_2x(b, x)?;
     let channels = b.dims(doubled)[3];
     for (dim, size) in [(1, size[0]), (2, size[1])] {
-        doubled = b.slice_dim(doubled, dim, 0, size)?;
+        if b.dims(doubled)[dim] != size {
+            doubled = b.slice_dim(doubled, dim, 0, size)?;
+        }
     }
     let b = b.scope("conv");
     let y = conv2d(&b, doubled, Conv2d::same(channels, 3), precision)?;

@@ -14,6 +14,7 @@ use crate::shape::Shape;
 
 use super::attention;
 use super::kernel::{Contract, Kernel, LANES, Stored, Window, group};
+use super::phases;
 use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
 
@@ -110,6 +111,8 @@ struct Product {
     row_scale: Option<u32>,
     column_scale: Option<u32>,
     bias: Option<u32>,
+    /// Whether a convolution is of `lhs` with every pixel twice in both directions.
+    doubled: bool,
     /// The product itself, whose shape leads to that of the result.
     node: usize,
     result: DType,
@@ -200,6 +203,7 @@ impl<'a> Claims<'a> {
                 continue;
             }
             if let Some(product) = self.product(i).filter(|product| self.fits(product)) {
+                let product = self.of_image_before_doubling(product);
                 let (root, product) = self.with_what_follows(product);
                 products.insert(root, product);
             }
@@ -254,9 +258,35 @@ impl<'a> Claims<'a> {
             row_scale,
             column_scale,
             bias: None,
+            doubled: false,
             node: i,
             result: DType::F32,
         })
+    }
+
+    /// The same product of the image whose pixels are repeated for it, if it is one that [`phases::of_doubled`] can compute.
+    fn of_image_before_doubling(&self, product: Product) -> Product {
+        let doubled = self.node(product.lhs);
+        let is_doubled = matches!(
+            &doubled.op,
+            Op::Composite {
+                kind: Composite::UpsampleNearest2x,
+                ..
+            }
+        );
+        let is_float = product.dequantized.is_none() && self.shape(product.rhs).dtype.is_float();
+        let is_known = match &product.contraction {
+            Contraction::Convolution(dims) => phases::takes(dims, self.shape(product.rhs)),
+            Contraction::Dot(_) => false,
+        };
+        match is_doubled && is_float && is_known {
+            true => Product {
+                lhs: doubled.operands[0],
+                doubled: true,
+                ..product
+            },
+            false => product,
+        }
     }
 
     /// The integers and scales that node `id` is made of.
@@ -359,6 +389,11 @@ impl<'a> Claims<'a> {
             false => copy(unmarked(product.rhs)),
         };
         let (matrix, window) = match &product.contraction {
+            Contraction::Convolution(dims) if product.doubled => {
+                let (kernel, _) = channels_last_kernel(b, rhs, dims)?;
+                let bias = product.bias.map(copy);
+                return phases::of_doubled(b, copy(product.lhs), kernel, bias, product.result);
+            }
             Contraction::Convolution(dims) => columns_of_kernel(b, rhs, dims)?,
             Contraction::Dot(dims) => match dims.rhs_contract[..] {
                 [0] => (b.transpose(rhs, &[1, 0])?, None),
@@ -500,7 +535,7 @@ fn padded(b: &Builder, matrix: Tensor) -> Result<Tensor> {
 }
 
 /// `[columns, k]` as the kernel reads it ([`super::kernel::packed_shape`]).
-fn packed(b: &Builder, matrix: Tensor) -> Result<Tensor> {
+pub(super) fn packed(b: &Builder, matrix: Tensor) -> Result<Tensor> {
     let Some(group) = group(b.dtype(matrix)) else {
         return Err(b.invalid(format!("no kernel multiplies {}", b.shape(matrix))));
     };

@@ -6,6 +6,7 @@ mod gradient;
 pub mod kernel;
 mod operands;
 mod optimizer;
+mod phases;
 mod product;
 mod quantized;
 mod rewrite;
