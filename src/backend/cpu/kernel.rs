@@ -2,11 +2,15 @@
 //!
 //! They replace composites and contractions of a graph; [`super::claim`] puts them in.
 
+use std::sync::Arc;
+
 use crate::backend;
 use crate::dtype::DType;
 use crate::graph::blockwise::BlockwiseAdamW;
 use crate::graph::eval::{Data, Value, erf};
-use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
+use crate::graph::{
+    Attribute, Builder, Configuration, CustomCall, GraphError, InferError, Op, Tensor, constraint,
+};
 use crate::shape::Shape;
 
 use super::attention;
@@ -16,6 +20,11 @@ pub use super::optimizer::AdamW8bit;
 pub use super::product::{Product, ProductForm};
 pub use super::quantized::{Form, QuantizedProduct};
 pub use super::window::Window;
+
+/// The call of a kernel in a graph.
+pub(super) fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor, GraphError> {
+    b.push(Op::CustomCall(Arc::new(kernel)), operands)
+}
 
 /// Columns that one vector of packed weights holds.
 pub const LANES: usize = 16;

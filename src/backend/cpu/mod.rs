@@ -6,6 +6,7 @@ mod gradient;
 pub mod kernel;
 mod operands;
 mod optimizer;
+mod pack;
 mod phases;
 mod product;
 mod quantized;

@@ -8,8 +8,8 @@ use crate::dtype::DType;
 use crate::graph::{Builder, ConvDims, GraphError, Tensor};
 use crate::shape::Shape;
 
-use super::claim::{call, packed};
-use super::kernel::{Contract, Kernel, Window};
+use super::kernel::{Contract, Kernel, Window, call};
+use super::pack::packed;
 use super::rewrite::is_plain_convolution;
 
 type Result<T> = std::result::Result<T, GraphError>;

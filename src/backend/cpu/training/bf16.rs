@@ -10,8 +10,7 @@ use crate::graph::{
 };
 use crate::shape::Shape;
 
-use super::super::claim::call;
-use super::super::kernel::{self, Kernel, ProductForm, Window};
+use super::super::kernel::{self, Kernel, ProductForm, Window, call};
 use super::{Terms, Users, matrices, terms_of_dot};
 
 /// The products that the kernel takes, by the node whose value it gives.

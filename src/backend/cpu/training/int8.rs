@@ -9,8 +9,8 @@ use crate::backend::rounding::{Noise, Rounded};
 use crate::dtype::DType;
 use crate::graph::{Binary, Builder, Composite, Contraction, Graph, GraphError, Node, Op, Tensor};
 
-use super::super::claim::{call, channels_last_kernel};
-use super::super::kernel::{Form, Kernel, QuantizedProduct};
+use super::super::kernel::{Form, Kernel, QuantizedProduct, call};
+use super::super::pack::channels_last_kernel;
 use super::super::quantized::MOST_INT8_TERMS;
 use super::super::rewrite::is_plain_convolution;
 use super::{Users, matrices, terms_of_dot};

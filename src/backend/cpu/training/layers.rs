@@ -8,8 +8,8 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, GraphError, Op, Tensor};
 
 use super::super::attention::takes;
-use super::super::claim::{attention_scale, call, layer_kernel};
-use super::super::kernel::{Gradient, Kernel};
+use super::super::claim::{attention_scale, layer_kernel};
+use super::super::kernel::{Gradient, Kernel, call};
 
 /// Whether [`Layers`] takes a composite of bf16, or the derivative of one: attention without a mask whose products are not quantized,
 /// norms, and gated GELU.

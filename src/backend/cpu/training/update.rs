@@ -4,8 +4,7 @@ use crate::dtype::DType;
 use crate::graph::blockwise::BlockwiseAdamW;
 use crate::graph::{Binary, Builder, Composite, Graph, GraphError, Op, Reduction, Tensor};
 
-use super::super::claim::call;
-use super::super::kernel::{AdamW8bit, Kernel};
+use super::super::kernel::{AdamW8bit, Kernel, call};
 
 /// Values from which a sum of squares is the kernel's: fewer are in a processor's nearest memory, where XLA's are as fast.
 const LEAST_SQUARES: usize = 1 << 15;
