@@ -189,27 +189,66 @@ def training(chip):
 def estimated_cycles(text):
     """The cycles of an optimized program's operations, those of a loop as often as its body runs. Operations inside fusions have
     none of their own."""
-    cycles, calls, entry, current = {}, {}, None, None
+    # Of each computation its operations by name; the one that it returns is also at "ROOT".
+    computations, entry, current = {}, None, None
     for line in text.splitlines():
         if found := re.match(r"(ENTRY )?(%[\w.-]+) \(.*\{$", line):
-            current = found[2]
-            cycles[current], calls[current] = 0, []
-            entry = current if found[1] else entry
-        elif current and (found := re.search(r'"estimated_cycles":"(\d+)"', line)):
-            cycles[current] += int(found[1])
-        if not current:
-            continue
-        if " while(" in line:
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            if not trips:
-                sys.exit(f"the program does not tell how often a loop runs: {line.strip()[:200]}")
-            calls[current].append((re.search(r"body=(%[\w.-]+)", line)[1], int(trips[1])))
-        else:
-            calls[current] += [(name, 1) for name in re.findall(r"(?:calls|to_apply)=(%[\w.-]+)", line)]
-            if found := re.search(r"branch_computations=\{(.*?)\}", line):
-                calls[current] += [(name.strip(), 1) for name in found[1].split(",")]
-    total = functools.cache(lambda name: cycles[name] + sum(count * total(called) for called, count in calls[name]))
+            current = computations[found[2]] = {}
+            entry = found[2] if found[1] else entry
+        elif current is not None and (found := re.match(r"\s+(ROOT )?(%[\w.-]+) = (.*)$", line)):
+            current[found[2]] = found[3]
+            if found[1]:
+                current["ROOT"] = found[3]
+
+    def called(operation, computation):
+        if " while(" in operation:
+            return [(re.search(r"body=(%[\w.-]+)", operation)[1], trips(operation, computation, computations))]
+        names = re.findall(r"(?:calls|to_apply)=(%[\w.-]+)", operation)
+        if branches := re.search(r"branch_computations=\{(.*?)\}", operation):
+            names += branches[1].split(", ")
+        return [(name, 1) for name in names]
+
+    @functools.cache
+    def total(name):
+        computation = computations[name]
+        operations = [operation for name, operation in computation.items() if name != "ROOT"]
+        own = sum(int(cycles) for operation in operations for cycles in re.findall(r'"estimated_cycles":"(\d+)"', operation))
+        return own + sum(count * total(of) for operation in operations for of, count in called(operation, computation))
+
     return total(entry)
+
+
+def trips(loop, computation, computations):
+    """How often the body of a loop runs: its condition compares an element of what it carries with a constant, to which the body adds
+    one. Windowed products, which wait for weights of another chip in each trip, are such loops."""
+    condition, body = (computations[re.search(rf"{name}=(%[\w.-]+)", loop)[1]] for name in ("condition", "body"))
+    compared = operands(condition["ROOT"])
+    element = re.search(r"index=(\d+)", constant_or_operation(condition, compared[0]))
+    limit = constant_or_operation(condition, compared[1])
+    if "direction=LT" not in condition["ROOT"] or not element or not isinstance(limit, int):
+        sys.exit(f"the program does not tell how often a loop runs: {loop[:200]}")
+    element = int(element[1])
+    first = constant_or_operation(computation, operands(constant_or_operation(computation, operands(loop)[0]))[element])
+    added = [constant_or_operation(body, name)
+             for name in operands(constant_or_operation(body, operands(body["ROOT"])[element]))]
+    steps = [step for step in added if isinstance(step, int)]
+    if not isinstance(first, int) or len(steps) != 1:
+        sys.exit(f"the program does not tell how often a loop runs: {loop[:200]}")
+    return -(-(limit - first) // steps[0])
+
+
+def operands(operation):
+    """The names of an operation's operands."""
+    return re.findall(r"%[\w.-]+", re.search(r"[\w-]\((.*?)\)(?:, |$)", re.sub(r"\{[^{}]*\}", "", operation))[1])
+
+
+def constant_or_operation(computation, name):
+    """The number if the operation of this name is a constant or copies one, else the operation, behind copies."""
+    operation = computation[name]
+    while re.search(r" copy\(", operation):
+        operation = computation[operands(operation)[0]]
+    found = re.search(r" constant\((\d+)\)", operation)
+    return int(found[1]) if found else operation
 
 
 def maxdiffusion(chip, step):
