@@ -211,7 +211,7 @@ def estimated_cycles(text):
     @functools.cache
     def total(name):
         computation = computations[name]
-        operations = [operation for name, operation in computation.items() if name != "ROOT"]
+        operations = [operation for key, operation in computation.items() if key != "ROOT"]
         own = sum(int(cycles) for operation in operations for cycles in re.findall(r'"estimated_cycles":"(\d+)"', operation))
         return own + sum(count * total(of) for operation in operations for of, count in called(operation, computation))
 
@@ -219,8 +219,8 @@ def estimated_cycles(text):
 
 
 def trips(loop, computation, computations):
-    """How often the body of a loop runs: its condition compares an element of what it carries with a constant, to which the body adds
-    one. Windowed products, which wait for weights of another chip in each trip, are such loops."""
+    """How often the body of a loop runs, whose condition compares an element of what it carries with a constant, and whose body adds
+    a constant to that element. Windowed products, which wait for weights of another chip in each trip, are such loops."""
     condition, body = (computations[re.search(rf"{name}=(%[\w.-]+)", loop)[1]] for name in ("condition", "body"))
     compared = operands(condition["ROOT"])
     element = re.search(r"index=(\d+)", constant_or_operation(condition, compared[0]))

@@ -30,9 +30,9 @@ use super::trips::Trips;
 use super::vliw;
 
 /// If all steps of the last dimension compute more than this, or wait longer for HBM, some of them are simulated, and a step of the others
-/// counts as so many of the last. Such are convolutions, each part of which takes ten seconds and more to compile and simulate,
-/// however small. Of an attention's eight, two said 8 % less than all. The gradients of an attention with 2e10 took six minutes on a
-/// v5p, and more memory than a machine of 24 GB had. That is the same for chips of other peak rates: what is simulated are instructions.
+/// counts as so many of the last. Such are convolutions, each part of which takes seconds to compile and simulate, however small. Of an
+/// attention's eight, two said 8 % less than all. The gradients of an attention with 2e10 took six minutes on a v5p, and more memory than
+/// a machine of 24 GB had. That is the same for chips of other peak rates: what is simulated are instructions.
 const MOST_FLOPS_OF_LAST: f64 = 1e10;
 const MOST_HBM_CYCLES_OF_LAST: f64 = 75_000.0;
 
