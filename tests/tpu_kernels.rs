@@ -40,6 +40,18 @@ pub fn calls(graph: &Graph) -> usize {
     calls.count()
 }
 
+/// The names of its kernels, in their order.
+pub fn names(graph: &Graph) -> Vec<&'static str> {
+    let nodes = graph.nodes.iter().zip(graph.live_nodes());
+    let names = nodes.filter(|(_, live)| *live).filter_map(|(node, _)| {
+        let Op::CustomCall(call) = &node.op else {
+            return None;
+        };
+        Some(call.name())
+    });
+    names.collect()
+}
+
 /// Uniform in [-3, 3], so that some keys count and others do not.
 pub fn inputs(graph: &Graph) -> Vec<HostTensor> {
     let inputs = graph.inputs.iter().enumerate();

@@ -29,6 +29,8 @@ named! {
         /// The gated GELU with its derivative, as a training step has it.
         GatedGeluTraining = "gated_gelu_training",
         UpsampleNearest2x = "upsample_nearest_2x",
+        /// Upsampling with the convolution behind it.
+        Upsample2x = "upsample_2x",
         Linear = "linear",
         /// A linear layer with its derivatives, as a training step has it.
         LinearTraining = "linear_training",
@@ -99,7 +101,7 @@ impl Layer {
             Layer::GatedGelu | Layer::GatedGeluTraining => {
                 &[("batch", 2), ("tokens", 4096), ("features", 5120)]
             }
-            Layer::UpsampleNearest2x => &[
+            Layer::UpsampleNearest2x | Layer::Upsample2x => &[
                 ("batch", 2),
                 ("height", 64),
                 ("width", 64),
@@ -136,6 +138,7 @@ impl Layer {
                 | Layer::LinearTraining
                 | Layer::Conv2d
                 | Layer::Conv2dTraining
+                | Layer::Upsample2x
                 | Layer::TransformerBlock
         )
     }
@@ -261,6 +264,10 @@ impl Case {
             }
             (Layer::UpsampleNearest2x, &[batch, height, width, channels]) => {
                 nn::upsample_nearest_2x(&m, input("x", &[batch, height, width, channels])?)?
+            }
+            (Layer::Upsample2x, &[batch, height, width, channels]) => {
+                let x = input("x", &[batch, height, width, channels])?;
+                nn::upsample_2x(&m, x, [2 * height, 2 * width], precision)?
             }
             (Layer::Linear | Layer::LinearTraining, &[batch, tokens, inputs, outputs]) => {
                 let x = input("x", &[batch, tokens, inputs])?;

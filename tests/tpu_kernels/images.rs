@@ -12,7 +12,7 @@ use maxdiff::quant::lower;
 use maxdiff::shape::Shape;
 use maxdiff::topology::Chip;
 
-use super::{alone, calls, distance, inputs, lowered};
+use super::{STORED, alone, alone_in, calls, distance, inputs, lowered, names};
 
 /// A 3x3 convolution of int8 with its bias.
 pub(super) fn convolution([batch, height, width, inputs, outputs]: [usize; 5]) -> Graph {
@@ -253,4 +253,39 @@ fn upsampling_is_its_body() {
     }
     let graph = of_images(Layer::UpsampleNearest2x, &[1, 3, 5, 8]);
     assert_eq!(calls(&claim(&graph, Chip::V4.features(), 1).unwrap()), 0);
+}
+
+#[test]
+fn a_convolution_of_a_doubled_image_reads_the_image_itself() {
+    // One block; several images and an odd number of rows; several blocks of rows; several of outputs.
+    let cases = [
+        (Chip::V5e, [1, 2, 32, 128]),
+        (Chip::V5e, [2, 3, 64, 128]),
+        (Chip::V5e, [1, 34, 64, 128]),
+        (Chip::V4, [1, 1, 32, 512]),
+    ];
+    for (chip, case) in cases {
+        let graph = of_images(Layer::Upsample2x, &case);
+        let kernel = claim(&graph, chip.features(), 1).unwrap();
+        assert_eq!(names(&kernel), ["doubled_convolution"], "{case:?}");
+        // Sums of two weights are rounded to bf16.
+        let error = distance(&graph, &kernel);
+        assert!(error <= 5e-3, "{case:?}: {error}");
+    }
+}
+
+#[test]
+fn other_convolutions_of_doubled_images_read_the_doubled_image() {
+    let [rows_of_no_tiles, channels_of_no_registers] =
+        [[1, 4, 16, 128], [1, 2, 32, 136]].map(|case| of_images(Layer::Upsample2x, &case));
+    let in_int8 = alone(Layer::Upsample2x, &[1, 2, 32, 128], true);
+    let stored = STORED.map(|mode| alone_in(Layer::Upsample2x, &[1, 2, 32, 128], Some(mode)));
+    let graphs = [rows_of_no_tiles, channels_of_no_registers, in_int8];
+    for graph in graphs.iter().chain(&stored) {
+        let kernel = claim(graph, Chip::V5e.features(), 1).unwrap();
+        let names = names(&kernel);
+        assert!(names.contains(&"upsample_nearest_2x"), "{names:?}");
+        assert!(!names.contains(&"doubled_convolution"), "{names:?}");
+        assert!(distance(graph, &kernel) <= 5e-3);
+    }
 }

@@ -2,6 +2,10 @@
 //! the sums of the places on the left and on the right move by a pixel. In int8 the image is rounded to integers on the
 //! chip.
 
+mod doubled;
+
+pub use doubled::DoubledConvolution;
+
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
@@ -129,23 +133,9 @@ impl Convolution {
             && (self.widening(sizes.inputs).is_some() || !self.widens())
             && [1, 3].contains(&self.side)
             && self.side * self.side * sizes.inputs <= MOST_TERMS;
-        let largest = self.height.min(MOST_PIXELS / self.width.max(1));
-        let rows = (1..=largest).filter(|rows| self.height.is_multiple_of(*rows));
-        let rows: Vec<usize> = rows.collect();
-        let mut columns: Vec<usize> = (LANES..=MOST_COLUMNS)
-            .step_by(LANES)
-            .filter_map(|most| block_of_columns(sizes.outputs, most))
-            .collect();
-        columns.dedup();
-        let blocks = rows.into_iter().flat_map(|image_rows| {
-            let columns = columns.iter();
-            columns.map(move |columns| Block {
-                image_rows,
-                columns: *columns,
-            })
-        });
         // What the compiler puts there itself is not counted.
         let most = most_bytes(self.features.kernel_memory);
+        let blocks = blocks(self.height, self.width, sizes.outputs);
         let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
         fitting.min_by_key(|block| {
             let missing = match self.widens() {
@@ -645,6 +635,24 @@ impl Convolution {
         let same = images.iter().all(|image| image == x);
         (same && expected.eq(operands.iter().map(|shape| (*shape).clone()))).then_some(sizes)
     }
+}
+
+/// Blocks of whole rows of an image and of a convolution's outputs.
+fn blocks(height: usize, width: usize, outputs: usize) -> impl Iterator<Item = Block> {
+    let largest = height.min(MOST_PIXELS / width.max(1));
+    let rows = (1..=largest).filter(move |rows| height.is_multiple_of(*rows));
+    let mut columns: Vec<usize> = (LANES..=MOST_COLUMNS)
+        .step_by(LANES)
+        .filter_map(|most| block_of_columns(outputs, most))
+        .collect();
+    columns.dedup();
+    rows.flat_map(move |image_rows| {
+        let columns = columns.clone().into_iter();
+        columns.map(move |columns| Block {
+            image_rows,
+            columns,
+        })
+    })
 }
 
 impl KernelCall for Convolution {

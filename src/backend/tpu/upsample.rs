@@ -40,7 +40,7 @@ impl Upsample {
         kernel.repeat(self.width / TILE, Vec::new(), |k, counter, _| {
             let from = k.row_of(counter, TILE, 0);
             let x = k.load(0, from, TILE);
-            let twice = k.twice(x);
+            let twice = k.interleave(x, x);
             for row in [0, 2 * self.width] {
                 let to = k.row_of(counter, 2 * TILE, row);
                 k.store_at(twice, to, 0);

@@ -3,6 +3,7 @@
 mod attention;
 mod contracted;
 mod convolution;
+mod doubled;
 mod gated;
 mod image;
 mod layer_norm;
@@ -42,6 +43,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///   row, together with the range finding and the rounding,
 /// - 3x3 and 1x1 convolutions of bf16 images, together with the bias, the rounding to bf16 and the sum after them; where
 ///   AQT's int8 quantizes image and weights, a scale an image, together with the rounding,
+/// - 3x3 convolutions in bf16 of nearest upsampling, together with that,
 /// - the ranges of bf16 images that int8 quantizes, a scale an image,
 /// - RMS norms and rotary positions of heads of 128 features in bf16,
 /// - group norms, nearest upsampling and pairs of channels of bf16 images that these kernels read,
@@ -55,7 +57,10 @@ type Result<T> = std::result::Result<T, GraphError>;
 pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
     let claims = Claims::of(graph, features, parts);
     let products = claims.with_norms(claims.products());
-    let convolutions = claims.convolutions(&products);
+    let doubled = claims.doubled_convolutions();
+    let mut convolutions = claims.convolutions(&products);
+    let of_doubled: HashSet<usize> = doubled.values().map(|found| found.contraction).collect();
+    convolutions.retain(|_, found| !of_doubled.contains(&found.contraction()));
     let readers = products.values().map(|found| found.contraction);
     let readers = readers.chain(convolutions.values().map(convolution::Found::contraction));
     let readers: HashSet<usize> = readers.collect();
@@ -70,6 +75,9 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
         }
         if let Some(found) = convolutions.get(&i) {
             return claims.convolution_call(b, found, copies).map(Some);
+        }
+        if let Some(found) = doubled.get(&i) {
+            return claims.doubled_convolution_call(b, found, copies).map(Some);
         }
         let node = &graph.nodes[i];
         let operands = node.operands.iter().map(|o| copies[*o as usize]);

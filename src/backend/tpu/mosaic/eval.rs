@@ -256,12 +256,12 @@ impl Run<'_> {
                 }
                 matrix(data)
             }
-            Op::Slice(x, first) => {
+            Op::Slice(x, [row, column]) => {
                 let x = self.get(*x);
-                let lines = x.data.chunks(x.columns);
+                let lines = x.data.chunks(x.columns).skip(*row).take(rows);
                 matrix(
                     lines
-                        .flat_map(|line| &line[*first..first + columns])
+                        .flat_map(|line| &line[*column..column + columns])
                         .copied()
                         .collect(),
                 )
@@ -275,10 +275,10 @@ impl Run<'_> {
                 });
                 matrix(moved.collect())
             }
-            Op::Twice(x) => {
-                let x = self.get(*x);
-                let lines = x.data.chunks(x.columns);
-                matrix(lines.flat_map(|line| [line, line].concat()).collect())
+            Op::Interleave(both) => {
+                let [even, odd] = both.map(|x| self.get(x));
+                let lines = even.data.chunks(columns).zip(odd.data.chunks(columns));
+                matrix(lines.flat_map(|(even, odd)| [even, odd].concat()).collect())
             }
             Op::Noise(noise) => matrix(self.noise(*noise, [rows, columns])),
             Op::MatMul {

@@ -149,12 +149,12 @@ enum Op {
     Transpose(Value),
     /// A column to a matrix of equal columns, or a row to a matrix of equal rows.
     Broadcast(Value),
-    /// Columns of a matrix from the given one, a multiple of [`LANES`].
-    Slice(Value, usize),
+    /// A part of a matrix from a row and a column: whole tiles.
+    Slice(Value, [usize; 2]),
     /// Columns moved to the right by a number, those at the end to the start.
     Rotate(Value, usize),
-    /// Each row of a matrix of bf16 twice.
-    Twice(Value),
+    /// The rows of two matrices of bf16 in turn.
+    Interleave([Value; 2]),
     /// The noise of stochastic rounding.
     Noise(Noise),
     /// `lhs rhs + start`, or with the rhs transposed: `f32` of floats, `s32` of `s8`.
@@ -721,7 +721,13 @@ impl Kernel {
 
     /// `count` columns from `first`; both are multiples of [`LANES`].
     pub fn slice(&mut self, x: Value, first: usize, count: usize) -> Value {
-        self.push(self.matrix(x, None, Some(count)), Op::Slice(x, first))
+        self.push(self.matrix(x, None, Some(count)), Op::Slice(x, [0, first]))
+    }
+
+    /// `count` rows from `first`; both are multiples of a tile's rows.
+    pub fn slice_rows(&mut self, x: Value, first: usize, count: usize) -> Value {
+        let of = self.of_size(x, [count, self.size(x)[1]]);
+        self.push(of, Op::Slice(x, [first, 0]))
     }
 
     /// Columns moved to the right by `count`, those at the end to the start.
@@ -729,15 +735,15 @@ impl Kernel {
         self.push(self.type_of(x), Op::Rotate(x, count))
     }
 
-    /// Each row of a matrix of bf16 twice, one after the other.
-    pub fn twice(&mut self, x: Value) -> Value {
-        let [rows, columns] = self.size(x);
+    /// The rows of two matrices of bf16 in turn: the first of `even`, the first of `odd`, and so on.
+    pub fn interleave(&mut self, even: Value, odd: Value) -> Value {
+        let [rows, columns] = self.size(even);
         let of = Type::Matrix {
             dtype: DType::BF16,
             rows: 2 * rows,
             columns,
         };
-        self.push(of, Op::Twice(x))
+        self.push(of, Op::Interleave([even, odd]))
     }
 
     /// Noise of stochastic rounding, `f32` uniform in `[-0.5, 0.5)`: [`crate::graph::random::rounding_noise_at`] of each element's

@@ -477,11 +477,11 @@ impl Kernel {
                     self::name(*x)
                 )
             }
-            Op::Slice(x, first) => {
+            Op::Slice(x, [row, column]) => {
                 let from = self.vector(*x);
                 let [rows, columns] = result.map_or([1, 1], |v| self.size(v));
                 format!(
-                    "{name} = \"vector.extract_strided_slice\"({}) {{offsets = [0, {first}], \
+                    "{name} = \"vector.extract_strided_slice\"({}) {{offsets = [{row}, {column}], \
                      sizes = [{rows}, {columns}], strides = [1, 1]}} : ({from}) -> {of}",
                     self::name(*x)
                 )
@@ -491,18 +491,21 @@ impl Kernel {
                  {name} = \"tpu.dynamic_rotate\"({}, {name}_n) {{dimension = 1 : si32}} : ({of}, i32) -> {of}",
                 self::name(*x)
             ),
-            Op::Twice(x) => {
-                let from = self.vector(*x);
+            Op::Interleave([even, odd]) => {
+                let from = self.vector(*even);
                 let [wide, bits] = ["xf32>", "xi32>"].map(|to| from.replace("xbf16>", to));
                 // Two rows share a register's lanes: the first is the lower half of 32 bits. A value in f32 is the upper.
                 format!(
-                    "{name}_f = arith.extf {} : {from} to {wide}\n\
-                     {name}_u = tpu.bitcast {name}_f : {wide} -> {bits}\n\
-                     {name}_s = arith.constant dense<16> : {bits}\n\
-                     {name}_l = arith.shrui {name}_u, {name}_s : {bits}\n\
-                     {name}_b = arith.ori {name}_u, {name}_l : {bits}\n\
+                    "{name}_e = arith.extf {} : {from} to {wide}\n\
+                     {name}_o = arith.extf {} : {from} to {wide}\n\
+                     {name}_l = tpu.bitcast {name}_e : {wide} -> {bits}\n\
+                     {name}_u = tpu.bitcast {name}_o : {wide} -> {bits}\n\
+                     {name}_n = arith.constant dense<16> : {bits}\n\
+                     {name}_s = arith.shrui {name}_l, {name}_n : {bits}\n\
+                     {name}_b = arith.ori {name}_u, {name}_s : {bits}\n\
                      {name} = tpu.bitcast {name}_b : {bits} -> {of}",
-                    self::name(*x)
+                    self::name(*even),
+                    self::name(*odd)
                 )
             }
             Op::Noise(noise) => {
