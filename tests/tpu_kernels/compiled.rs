@@ -49,6 +49,7 @@ fn every_chip_takes_the_kernels() {
         }),
         alone(Layer::Conv2d, &[2, 64, 32, 136, 140, 3], false),
         alone(Layer::Upsample2x, &[2, 64, 32, 256], false),
+        alone(Layer::Conv2d, &[2, 96, 128, 200, 3, 3], false),
     ];
     for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
         let accelerator = Accelerator::lookup(name).unwrap();

@@ -4,7 +4,7 @@ use maxdiff::backend::tpu::claim;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Binary, Builder, Graph, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::kernels::{Case, Layer};
+use maxdiff::kernels::{Case, Layer, LayerQuantization};
 use maxdiff::nn::{
     Activation, Conv2d, GroupNorm, Precision, conv2d, group_norm, upsample_nearest_2x,
 };
@@ -287,5 +287,43 @@ fn other_convolutions_of_doubled_images_read_the_doubled_image() {
         assert!(names.contains(&"upsample_nearest_2x"), "{names:?}");
         assert!(!names.contains(&"doubled_convolution"), "{names:?}");
         assert!(distance(graph, &kernel) <= 5e-3);
+    }
+}
+
+#[test]
+fn a_convolution_with_few_outputs_is_its_body() {
+    // One row; several images, inputs that fill no register, as many outputs as there may be; several blocks of rows.
+    let cases = [
+        [1, 1, 128, 16, 3, 3],
+        [2, 3, 256, 20, 8, 3],
+        [1, 80, 128, 8, 1, 3],
+    ];
+    for case in cases {
+        let graph = alone(Layer::Conv2d, &case, false);
+        let kernel = claim(&graph, Chip::V4.features(), 1).unwrap();
+        assert_eq!(names(&kernel), ["narrow_convolution"], "{case:?}");
+        // Sums in another order are rounded to bf16.
+        let error = distance(&graph, &kernel);
+        assert!(error <= 5e-4, "{case:?}: {error}");
+    }
+    // More outputs, rows that fill no register, other kernels.
+    for case in [
+        [1, 2, 128, 16, 9, 3],
+        [1, 2, 64, 16, 3, 3],
+        [1, 2, 128, 16, 3, 1],
+    ] {
+        let kernel = claim(&alone(Layer::Conv2d, &case, false), Chip::V5e.features(), 1).unwrap();
+        assert_eq!(calls(&kernel), 0, "{case:?}");
+    }
+    // Weights in int8, and stored ones.
+    let quantized = [
+        LayerQuantization::Int8,
+        LayerQuantization::Int8W8A16,
+        LayerQuantization::W4A16,
+    ];
+    for mode in quantized {
+        let graph = alone_in(Layer::Conv2d, &[1, 2, 128, 64, 8, 3], Some(mode));
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
+        assert!(!names(&kernel).contains(&"narrow_convolution"), "{mode}");
     }
 }

@@ -3,8 +3,10 @@
 //! chip.
 
 mod doubled;
+mod narrow;
 
 pub use doubled::DoubledConvolution;
+pub use narrow::{NARROW_ROWS, NARROW_WEIGHTS, NarrowConvolution};
 
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
@@ -105,6 +107,19 @@ struct Sizes {
 }
 
 impl Convolution {
+    /// A 3x3 convolution in bf16, whose windows and rows of the image others read too.
+    fn in_bf16(height: usize, width: usize, features: Features) -> Convolution {
+        Convolution {
+            arithmetic: Arithmetic::Bf16,
+            height,
+            width,
+            side: 3,
+            weights: Weights::Rows,
+            added: Added::Nothing,
+            features,
+        }
+    }
+
     /// Whether a core can hold what the kernel works with.
     pub fn fits(&self, inputs: usize, outputs: usize) -> bool {
         self.columns(inputs, outputs).is_some()

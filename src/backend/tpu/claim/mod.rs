@@ -7,6 +7,7 @@ mod doubled;
 mod gated;
 mod image;
 mod layer_norm;
+mod narrow;
 mod padded_heads;
 mod rounded;
 mod trained_convolution;
@@ -43,7 +44,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///   row, together with the range finding and the rounding,
 /// - 3x3 and 1x1 convolutions of bf16 images, together with the bias, the rounding to bf16 and the sum after them; where
 ///   AQT's int8 quantizes image and weights, a scale an image, together with the rounding,
-/// - 3x3 convolutions in bf16 of nearest upsampling, together with that,
+/// - 3x3 convolutions in bf16 of nearest upsampling, together with that, and those with up to 8 outputs,
 /// - the ranges of bf16 images that int8 quantizes, a scale an image,
 /// - RMS norms and rotary positions of heads of 128 features in bf16,
 /// - group norms, nearest upsampling and pairs of channels of bf16 images that these kernels read,
@@ -63,6 +64,10 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
     convolutions.retain(|_, found| !of_doubled.contains(&found.contraction()));
     let readers = products.values().map(|found| found.contraction);
     let readers = readers.chain(convolutions.values().map(convolution::Found::contraction));
+    let narrow = 0..graph.nodes.len();
+    let narrow = narrow.filter_map(|i| Some((i, claims.narrow_convolution(i)?)));
+    let narrow: HashMap<usize, narrow::Found> = narrow.collect();
+    let readers = readers.chain(narrow.keys().copied());
     let readers: HashSet<usize> = readers.collect();
     let self_attentions = claims.self_attentions(&products);
     graph.substitute(&mut |b, i, copies| {
@@ -75,6 +80,9 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
         }
         if let Some(found) = convolutions.get(&i) {
             return claims.convolution_call(b, found, copies).map(Some);
+        }
+        if let Some(found) = narrow.get(&i) {
+            return claims.narrow_convolution_call(b, found, copies).map(Some);
         }
         if let Some(found) = doubled.get(&i) {
             return claims.doubled_convolution_call(b, found, copies).map(Some);

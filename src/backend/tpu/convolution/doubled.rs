@@ -9,10 +9,9 @@ use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::super::Features;
-use super::super::arithmetic::Arithmetic;
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window, most_bytes};
-use super::{Added, Block, Convolution, Sizes, TILE_ROWS, Weights, blocks};
+use super::{Block, Convolution, Sizes, TILE_ROWS, blocks};
 
 /// Products with weights of their own: of the result's even and odd rows two each, with those of columns on the left, of even ones, of
 /// odd ones and on the right.
@@ -49,19 +48,6 @@ impl DoubledConvolution {
         self.block(sizes).map(|block| block.columns)
     }
 
-    /// The convolution of the same image that reads and keeps its rows alike.
-    fn of_image(&self) -> Convolution {
-        Convolution {
-            arithmetic: Arithmetic::Bf16,
-            height: self.height,
-            width: self.width,
-            side: 3,
-            weights: Weights::Rows,
-            added: Added::Nothing,
-            features: self.features,
-        }
-    }
-
     /// Of the blocks that fit the core's memory, and for which the matrix units multiply the fewest columns, the one for which the
     /// least is read.
     fn block(&self, sizes: Sizes) -> Option<Block> {
@@ -71,7 +57,7 @@ impl DoubledConvolution {
                 .iter()
                 .all(|size| *size > 0 && size.is_multiple_of(LANES));
         let most = most_bytes(self.features.kernel_memory);
-        let of_image = self.of_image();
+        let of_image = Convolution::in_bf16(self.height, self.width, self.features);
         let all = blocks(self.height, self.width, sizes.outputs);
         let fitting = all.filter(|block| fills_tiles && self.bytes(*block, sizes) <= most);
         fitting.min_by_key(|block| {
@@ -91,7 +77,7 @@ impl DoubledConvolution {
     /// Bytes of the core's memory: windows, the rows of the image, sums of four places of which two are moved, and what is made of
     /// them.
     fn bytes(&self, block: Block, sizes: Sizes) -> usize {
-        let of_image = self.of_image();
+        let of_image = Convolution::in_bf16(self.height, self.width, self.features);
         let windows = Kernel::new(Vec::new(), self.windows(block, sizes));
         let pixels = block.image_rows * self.width;
         let image = 2 * of_image.rows_seen(block) * self.width * sizes.inputs;
@@ -106,7 +92,8 @@ impl DoubledConvolution {
             inputs,
             outputs,
         } = sizes;
-        let of_image = self.of_image().windows(block, sizes);
+        let of_image =
+            Convolution::in_bf16(self.height, self.width, self.features).windows(block, sizes);
         let along_columns = (outputs > block.columns).then_some(2);
         let weights = Window {
             dtype: DType::BF16,
@@ -146,7 +133,7 @@ impl DoubledConvolution {
     }
 
     fn step(&self, k: &mut Kernel, block: Block, sizes: Sizes) {
-        let of_image = self.of_image();
+        let of_image = Convolution::in_bf16(self.height, self.width, self.features);
         let columns = block.columns;
         let size = [block.image_rows * self.width, columns];
         let rows_seen = of_image.rows_seen(block) * self.width;
