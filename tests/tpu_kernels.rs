@@ -77,7 +77,7 @@ pub fn distance(graph: &Graph, kernel: &Graph) -> f64 {
 #[test]
 fn attention_is_its_body() {
     // Queries and keys that fill no block, an odd number of heads, heads that fill no register, several blocks of keys in
-    // pairs and alone, one query; several blocks of queries whose heads fill each other's lanes.
+    // pairs and alone, one query; several blocks of queries whose heads fill each other's lanes; keys that fit the core's memory once.
     let cases = [
         (Chip::V5e, [2, 2, 19, 77, 64]),
         (Chip::V5e, [1, 3, 40, 128, 64]),
@@ -89,6 +89,7 @@ fn attention_is_its_body() {
         (Chip::V5e, [1, 1, 20, 130, 160]),
         (Chip::V5e, [1, 1, 1, 5, 80]),
         (Chip::V6e, [1, 2, 1040, 520, 64]),
+        (Chip::V6e, [2, 1, 16, 11_600, 512]),
     ];
     for (chip, case) in cases {
         let graph = attention_layer(case, false);

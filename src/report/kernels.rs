@@ -43,7 +43,7 @@ pub struct KernelCall {
 /// The cycles of one run of a kernel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KernelCycles {
-    /// Simulated, and no less than `hbm_cycles`.
+    /// Simulated, and no less than `hbm_cycles` and `product_cycles`.
     pub cycles: u64,
     /// What its bytes take at the bandwidth of HBM.
     pub hbm_cycles: u64,

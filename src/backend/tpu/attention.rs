@@ -240,8 +240,18 @@ impl Attention {
         let windows = vec![operand(0), operand(1), operand(2), result];
         let mut kernel = Kernel::new(grid, windows);
         kernel.memory = self.features.kernel_memory;
+        if self.buffers_keys_once(k) {
+            kernel.buffer_once(&[1, 2]);
+        }
         self.step(&mut kernel, rows, keys);
         kernel
+    }
+
+    /// Whether keys and values of a slab, twice each, are more than the core's memory, as those of the one head of 512 columns of a decoder
+    /// of 1024x1024 pixels. Copying them takes little of the time in which all queries see them.
+    fn buffers_keys_once(&self, k: &Shape) -> bool {
+        let both = 2 * 2 * k.dims[1] * self.slab();
+        2 * both > most_bytes(self.features.kernel_memory)
     }
 
     /// One block of queries against all keys.

@@ -32,6 +32,8 @@ pub struct Kernel {
     joined: bool,
     /// Whether the last two dimensions count blocks together.
     shared: bool,
+    /// Windows whose next block is not copied while one is computed with.
+    single: BTreeSet<usize>,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
     /// The windows that are of one entry of a stack, whose number is then the first operand.
@@ -234,6 +236,7 @@ impl Kernel {
             ordered: BTreeSet::new(),
             joined: false,
             shared: false,
+            single: BTreeSet::new(),
             windows,
             entries: BTreeSet::new(),
             result_entries: None,
@@ -253,6 +256,11 @@ impl Kernel {
     /// first of them, and each takes the steps of the other in order.
     pub fn share_last_dims(&mut self) {
         self.shared = true;
+    }
+
+    /// Has the blocks of these windows be in the core's memory once: a step that sees another one waits until it is copied.
+    pub fn buffer_once(&mut self, windows: &[usize]) {
+        self.single.extend(windows);
     }
 
     /// Has windows of operands be of an entry of a stack each: of those that `are_stacks` says it of. The number of the entry, `s32[1]`,
@@ -282,16 +290,20 @@ impl Kernel {
     }
 
     /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed
-    /// with, unless all steps see the same.
+    /// with, unless all steps see the same or it is [buffered once](Kernel::buffer_once).
     pub fn window_bytes(&self) -> usize {
-        let bytes = |w: &Window| {
-            let copies = if w.index == [None; 3] { 1 } else { 2 };
+        let bytes = |(i, w): (usize, &Window)| {
+            let copies = match w.index == [None; 3] || self.single.contains(&i) {
+                true => 1,
+                false => 2,
+            };
             let [rows, columns] = w.block;
             let tile_rows = 8 * 32 / w.dtype.bits();
             let numbers = rows.next_multiple_of(tile_rows) * columns.next_multiple_of(LANES);
             copies * w.dtype.bits() * numbers / 8
         };
-        let vectors = self.windows.iter().filter(|w| w.dtype != DType::U32);
+        let windows = self.windows.iter().enumerate();
+        let vectors = windows.filter(|(_, w)| w.dtype != DType::U32);
         vectors.map(bytes).sum()
     }
 

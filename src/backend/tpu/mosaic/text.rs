@@ -77,8 +77,12 @@ impl Kernel {
         let windows = self.windows.iter().enumerate().map(|(i, window)| {
             let [rows, columns] = window.block;
             let entry = self.entry("1, ", i);
+            let buffers = match self.single.contains(&i) {
+                true => ", pipeline_mode = #tpu.pipeline_mode<synchronous>",
+                false => "",
+            };
             format!(
-                "{{transform_indices = @at{i}, window_bounds = array<i64: {entry}1, {rows}, {columns}>}}"
+                "{{transform_indices = @at{i}, window_bounds = array<i64: {entry}1, {rows}, {columns}>{buffers}}}"
             )
         });
         let mut windows: Vec<String> = windows.collect();
