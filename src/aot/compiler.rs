@@ -334,7 +334,12 @@ impl Compiler {
     fn simulations(&self, program: &LoweredProgram) -> Option<Simulations> {
         let (simulator, chip) = (self.simulator.clone()?, self.chip?);
         let calls = kernel_calls_before(&program.graph, program.plan.calls.as_ref());
-        Some(Simulations::start(simulator, chip, calls))
+        let compiler = match &self.plugin {
+            CompilerPlugin::Topology(topology) => topology.platform_version(),
+            CompilerPlugin::Client(client) => client.platform_version(),
+        };
+        let compiler = compiler.to_owned();
+        Some(Simulations::start(simulator, compiler, chip, calls))
     }
 
     fn executable(&self, text: &str) -> Result<Executable, PjrtError> {

@@ -22,9 +22,11 @@ use std::sync::atomic::AtomicBool;
 
 use crate::backend::tpu::mosaic::backend_config;
 use crate::report::{KernelCall, KernelCode, KernelCycles, VliwBundles};
+use crate::runtime::ExecutableCache;
 use crate::topology::{Accelerator, Chip, Format};
 
 use super::grid::{Grid, MOST_CYCLES};
+use super::kept_cycles::KeptCycles;
 use super::simulator_child::{SimulationError, SimulatorChild};
 use super::trips::Trips;
 use super::vliw;
@@ -50,6 +52,8 @@ pub struct Simulated {
 pub struct Simulator {
     program: PathBuf,
     bundles: bool,
+    /// Where cycles are kept, if they are.
+    cache: Option<ExecutableCache>,
 }
 
 impl Simulator {
@@ -58,7 +62,13 @@ impl Simulator {
         Simulator {
             program,
             bundles: false,
+            cache: None,
         }
+    }
+
+    /// Keeps cycles beside the programs of `cache`, and reads those that are there. Bundles are counted anew.
+    pub fn with_cache(self, cache: Option<ExecutableCache>) -> Simulator {
+        Simulator { cache, ..self }
     }
 
     /// Also counts the bundles of a kernel's code. That takes as long again as compiling it, for large convolutions twice as long.
@@ -69,11 +79,14 @@ impl Simulator {
         }
     }
 
-    /// Simulates kernels for `chip`; the child process is started with the first.
-    pub fn of_chip(&self, chip: Chip) -> ChipSimulator {
+    /// Simulates kernels for `chip`; the child process is started with the first. `compiler` is the compiler's own description of its
+    /// build.
+    pub fn of_chip(&self, chip: Chip, compiler: &str) -> ChipSimulator {
+        let cache = self.cache.as_ref().filter(|_| !self.bundles);
         ChipSimulator {
             simulator: self.clone(),
             chip,
+            kept: cache.map(|cache| KeptCycles::new(cache, compiler)),
             child: None,
         }
     }
@@ -83,6 +96,7 @@ impl Simulator {
 pub struct ChipSimulator {
     simulator: Simulator,
     chip: Chip,
+    kept: Option<KeptCycles>,
     child: Option<SimulatorChild>,
 }
 
@@ -147,12 +161,18 @@ impl ChipSimulator {
         stablehlo: &str,
         stop: &AtomicBool,
     ) -> Result<(u64, Option<VliwBundles>), SimulationError> {
+        let kept = self.kept.as_ref();
+        if let Some(cycles) = kept.and_then(|kept| kept.read(self.chip, stablehlo)) {
+            return Ok((cycles, None));
+        }
         let mut child = match self.child.take() {
             Some(child) => child,
             None => {
                 let accelerator = Accelerator::smallest(self.chip);
                 let accelerator = accelerator.ok_or(SimulationError::NotTpu(self.chip))?;
-                let Simulator { program, bundles } = &self.simulator;
+                let Simulator {
+                    program, bundles, ..
+                } = &self.simulator;
                 SimulatorChild::start(program, &accelerator.name, *bundles)?
             }
         };
@@ -166,6 +186,9 @@ impl ChipSimulator {
         let result = cycles.ok_or_else(|| SimulationError::NoResult(child.last_words()));
         let result = result.map(|cycles| (cycles, bundles));
         self.child = lives.then_some(child);
+        if let (Some(kept), Ok((cycles, _))) = (&self.kept, &result) {
+            kept.write(self.chip, stablehlo, *cycles);
+        }
         result
     }
 }

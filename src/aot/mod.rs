@@ -8,6 +8,7 @@ mod cycles;
 mod error;
 mod grid;
 mod header;
+mod kept_cycles;
 mod simulations;
 mod simulator_child;
 mod trips;

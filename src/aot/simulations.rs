@@ -22,6 +22,8 @@ pub struct Simulations {
 
 struct Work {
     simulator: Simulator,
+    /// The compiler's description of its build.
+    compiler: String,
     chip: Chip,
     calls: Mutex<Calls>,
     stop: AtomicBool,
@@ -39,11 +41,17 @@ struct Calls {
 
 impl Simulations {
     /// Begins with what a program is expected to call. One processor is left to the compiler.
-    pub fn start(simulator: Simulator, chip: Chip, expected: BTreeSet<KernelCall>) -> Simulations {
+    pub fn start(
+        simulator: Simulator,
+        compiler: String,
+        chip: Chip,
+        expected: BTreeSet<KernelCall>,
+    ) -> Simulations {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let threads = processors.saturating_sub(1).max(1).min(expected.len());
         let work = Arc::new(Work {
             simulator,
+            compiler,
             chip,
             calls: Mutex::default(),
             stop: AtomicBool::new(false),
@@ -96,7 +104,7 @@ impl Work {
 
     /// Simulates what waits, until nothing does.
     fn run(&self) {
-        let mut simulator = self.simulator.of_chip(self.chip);
+        let mut simulator = self.simulator.of_chip(self.chip, &self.compiler);
         while !self.stop.load(Ordering::Relaxed) {
             let Some(call) = self.lock().waiting.pop() else {
                 return;

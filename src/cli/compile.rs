@@ -49,8 +49,9 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     })?;
     let start = Instant::now();
     status::spin("opening the compiler");
-    let compiler =
-        recipe::compiler(&config, &try_load, &mut notices())?.with_simulator(kernel::simulator()?);
+    let cache = recipe::program_cache(&config.jax_cache_dir);
+    let simulator = kernel::simulator()?.with_cache(cache);
+    let compiler = recipe::compiler(&config, &try_load, &mut notices())?.with_simulator(simulator);
     let setup = start.elapsed().as_secs_f64();
     let start = Instant::now();
     status::spin("tracing");

@@ -81,8 +81,14 @@ const MODEL: &[Verb] = &[
     Verb::Lower,
     Verb::Quantize,
 ];
-/// Verbs that run programs on this machine.
-const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun, Verb::Quantize];
+/// Verbs that compile programs, or simulate a compiled one's kernels.
+const COMPILES: &[Verb] = &[
+    Verb::Train,
+    Verb::Generate,
+    Verb::ModuleRun,
+    Verb::Quantize,
+    Verb::Compile,
+];
 /// Verbs of keys that change only the denoising step's program.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
@@ -503,9 +509,9 @@ schema! {
         allow_split_physical_axes: bool = false, Used, PROGRAM;
         /// Skip the start of JAX's distributed system.
         skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
-        /// Folder of the cache of compiled programs. auto: `maxdiff-rs/programs` in the user's cache directory.
-        /// Empty: no cache, which is MaxDiffusion's default.
-        jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
+        /// Folder of the cache of compiled programs, and of the cycles of kernels that `compile` simulated. auto:
+        /// `maxdiff-rs/programs` in the user's cache directory. Empty: no cache, which is MaxDiffusion's default.
+        jax_cache_dir: String = "auto".into(), Used, COMPILES, is [NotAnOption];
 
         group "Data";
         /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), hf

@@ -1,13 +1,14 @@
 //! Kernels in programs that the TPU compiler makes, and in its simulation.
 
-use maxdiff::aot::{self, Compiled, Compiler};
+use maxdiff::aot::{self, Compiled, Compiler, Simulator};
 use maxdiff::dtype::DType;
 use maxdiff::emit::{DotPrecision, EmitOptions, stablehlo};
 use maxdiff::graph::Builder;
-use maxdiff::kernels::{Layer, LayerQuantization};
+use maxdiff::kernels::{Case, Layer, LayerQuantization};
 use maxdiff::lowering::Traced;
 use maxdiff::nn::{Attention, Precision, attention, gated_gelu};
 use maxdiff::pjrt::{CompileOptions, Topology};
+use maxdiff::runtime::ExecutableCache;
 use maxdiff::shape::Shape;
 use maxdiff::shard::{Axis, LogicalAxisRules, Parallelism};
 use maxdiff::topology::Accelerator;
@@ -82,6 +83,17 @@ fn every_chip_takes_the_kernels() {
     }
 }
 
+fn options() -> aot::Options {
+    aot::Options {
+        step: "layer",
+        precision: DotPrecision::Default,
+        weights_dtype: "bfloat16",
+        activations_dtype: "bfloat16",
+        quantization: String::new(),
+        memory_advice: Vec::new(),
+    }
+}
+
 /// Attention between projections, with activations split over the batch, and the text of its program on four devices.
 fn on_four_devices(axis: Axis, batch: usize) -> (Compiled, String) {
     let b = Builder::new();
@@ -111,15 +123,7 @@ fn on_four_devices(axis: Axis, batch: usize) -> (Compiled, String) {
     };
     let rules = LogicalAxisRules::default();
     let compiler = Compiler::for_topology(accelerator, 1, &parallelism, rules).unwrap();
-    let options = aot::Options {
-        step: "layer",
-        precision: DotPrecision::Default,
-        weights_dtype: "bfloat16",
-        activations_dtype: "bfloat16",
-        quantization: String::new(),
-        memory_advice: Vec::new(),
-    };
-    let compiled = compiler.compile(&traced, &options, &mut |_| {}).unwrap();
+    let compiled = compiler.compile(&traced, &options(), &mut |_| {}).unwrap();
     let text = compiled.step.executable.optimized_hlo().unwrap();
     (compiled, format!("{text:?}"))
 }
@@ -191,4 +195,33 @@ fn a_kernel_is_simulated() {
     assert_eq!(report["kernels"]["unpredicted"], json!([]));
     assert!(report["compiler"]["total"].is_f64(), "{report}");
     assert_eq!(report["compiler"]["kernels"], json!([]));
+}
+
+#[test]
+fn cycles_are_simulated_once() {
+    tpu_plugin();
+    let folder = tempfile::tempdir().unwrap();
+    let cache = ExecutableCache::new(folder.path(), 1 << 20);
+    let cycles = |program: &str| {
+        let simulator = Simulator::new(program.into()).with_cache(Some(cache.clone()));
+        let accelerator = Accelerator::lookup("v5e-1").unwrap();
+        let compiler = Compiler::for_one_device(accelerator).unwrap();
+        let compiler = compiler.with_simulator(simulator);
+        let sizes = ["batch=1", "tokens=256", "inputs=256", "outputs=256"].map(str::to_owned);
+        let case = Case::new(Layer::Linear, &sizes, None).unwrap();
+        let compiled = compiler.compile(&case.traced().unwrap(), &options(), &mut |_| {});
+        let report = serde_json::to_value(&compiled.unwrap().step.report).unwrap();
+        report["predicted_ms"]["kernels"][0]["cycles"].as_u64()
+    };
+    let simulated = cycles(env!("CARGO_BIN_EXE_maxdiff-rs"));
+    assert!(simulated.is_some_and(|cycles| cycles > 0));
+    // A program that is not there simulates nothing.
+    assert_eq!(cycles("/nowhere/maxdiff-rs"), simulated);
+    let [kept] = std::fs::read_dir(folder.path().join("cycles"))
+        .unwrap()
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    std::fs::remove_file(kept.unwrap().path()).unwrap();
+    assert_eq!(cycles("/nowhere/maxdiff-rs"), None);
 }
