@@ -6,6 +6,7 @@
 
 mod attention;
 pub mod cpu;
+mod doubled;
 mod follow;
 pub mod gpu;
 mod rounding;

@@ -1,9 +1,7 @@
-//! Convolutions of images whose pixels are repeated, as four convolutions of the images themselves.
-//!
-//! Of the three rows of a kernel two see the same row of the image before it was doubled: those at 1 and 2 where the result's row is
-//! even, those at 0 and 1 where it is odd. So their weights are added when they are loaded, and a kernel of two rows is enough; the
-//! same for columns. A result takes 4 products in place of 9.
+//! Convolutions of images whose pixels are repeated, as four convolutions of the images themselves. [`super::super::doubled`]
+//! says why two places of a kernel in each direction are enough.
 
+use crate::backend::doubled::{ADDED, added};
 use crate::dtype::DType;
 use crate::graph::{Builder, ConvDims, GraphError, Tensor};
 use crate::shape::Shape;
@@ -40,7 +38,8 @@ pub(super) fn of_doubled(
     // The pixels of the result in odd rows if `odd[0]` is 1, in odd columns if `odd[1]` is.
     let phase = |odd: [usize; 2]| {
         let wide = b.convert(kernel, DType::F32)?;
-        let joined = joined(b, joined(b, wide, 1, odd[0])?, 2, odd[1])?;
+        let [rows, columns_of_kernel] = odd.map(|odd| &ADDED[2 * odd..][..2]);
+        let joined = added(b, added(b, wide, 1, rows)?, 2, columns_of_kernel)?;
         let joined = b.convert(joined, b.dtype(kernel))?;
         let matrix = b.reshape(joined, &[columns, 4 * channels])?;
         let mut operands = vec![image, packed(b, matrix)?];
@@ -64,13 +63,4 @@ pub(super) fn of_doubled(
     let rows = |odd| b.concatenate(&[phase([odd, 0])?, phase([odd, 1])?], 4);
     let all = b.concatenate(&[rows(0)?, rows(1)?], 2)?;
     b.reshape(all, &[n, 2 * height, 2 * width, columns])
-}
-
-/// A kernel with two of its three places along dimension `dim` added.
-fn joined(b: &Builder, kernel: Tensor, dim: usize, odd: usize) -> Result<Tensor> {
-    let place = |at| b.slice_dim(kernel, dim, at, at + 1);
-    match odd {
-        0 => b.concatenate(&[place(0)?, b.add(place(1)?, place(2)?)?], dim),
-        _ => b.concatenate(&[b.add(place(0)?, place(1)?)?, place(2)?], dim),
-    }
 }

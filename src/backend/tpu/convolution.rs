@@ -6,7 +6,7 @@ mod doubled;
 mod narrow;
 
 pub use doubled::DoubledConvolution;
-pub use narrow::{NARROW_ROWS, NARROW_WEIGHTS, NarrowConvolution};
+pub use narrow::NarrowConvolution;
 
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
@@ -22,6 +22,8 @@ const TILE_ROWS: [usize; 2] = [32, 8];
 /// The windows of the rows before a block and behind it.
 const BEFORE: usize = 1;
 const BEHIND: usize = 2;
+/// The windows of the image of a 3x3 convolution.
+const IMAGES: usize = 3;
 /// Pixels and result's channels of a block, at most.
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
@@ -645,11 +647,16 @@ impl Convolution {
             columns: sizes.outputs,
         };
         let windows = self.windows(block, sizes);
-        let expected = windows[..windows.len() - 1].iter();
-        let expected = expected.map(|window| Shape::new(window.dtype, window.array));
         let same = images.iter().all(|image| image == x);
-        (same && expected.eq(operands.iter().map(|shape| (*shape).clone()))).then_some(sizes)
+        (same && are_of(&windows, operands)).then_some(sizes)
     }
+}
+
+/// Whether `windows`, but for the last, the result's, are of arrays like `operands`.
+fn are_of(windows: &[Window], operands: &[&Shape]) -> bool {
+    let arrays = windows.iter().take(windows.len().saturating_sub(1));
+    let arrays = arrays.map(|window| Shape::new(window.dtype, window.array));
+    arrays.eq(operands.iter().map(|shape| (*shape).clone()))
 }
 
 /// Blocks of whole rows of an image and of a convolution's outputs.

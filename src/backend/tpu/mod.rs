@@ -28,9 +28,7 @@ pub use attention_gradient::{AttentionGradient, Side};
 pub use attention_gradients::AttentionGradients;
 pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::{claim, claim_training, claims_in_training, pad_heads};
-pub use convolution::{
-    Added, Convolution, DoubledConvolution, NARROW_ROWS, NARROW_WEIGHTS, NarrowConvolution, Weights,
-};
+pub use convolution::{Added, Convolution, DoubledConvolution, NarrowConvolution, Weights};
 pub use convolution_gradient::ConvolutionGradient;
 pub use gated::GatedGelu;
 pub use heads::Heads;

@@ -64,6 +64,15 @@ impl Scales {
     }
 }
 
+/// A 3x3 convolution that keeps an image's size, in bf16, with weights that are not stored otherwise: what is made of these would be made
+/// in every run. Numbers are nodes.
+pub(super) struct ImageConvolution {
+    pub(super) image: u32,
+    pub(super) weights: u32,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+}
+
 pub(super) enum ContractedDims<'a> {
     Dot(&'a DotDims),
     Convolution(&'a ConvDims),
@@ -108,6 +117,30 @@ impl<'a> Claims<'a> {
             lhs,
             weights,
             scales,
+        })
+    }
+
+    /// Node `i` as a convolution whose weights a kernel has in a form of its own.
+    pub(super) fn convolution_of_image(&self, i: usize) -> Option<ImageConvolution> {
+        let contracted = self.contracted(i)?;
+        let ContractedDims::Convolution(dims) = contracted.dims else {
+            return None;
+        };
+        let shape = &self.graph.nodes[i].shape;
+        let &[outputs, inputs, 3, 3] = &self.node(contracted.weights).shape.dims[..] else {
+            return None;
+        };
+        let takes = self.is_split(shape)
+            && shape.dims.last() == Some(&outputs)
+            && self.node(contracted.lhs).shape.dtype == DType::BF16
+            && contracted.scales == Scales::None
+            && !self.from_stored[contracted.weights as usize]
+            && *dims == ConvDims::of_image(1, (1, 1));
+        takes.then_some(ImageConvolution {
+            image: contracted.lhs,
+            weights: contracted.weights,
+            inputs,
+            outputs,
         })
     }
 

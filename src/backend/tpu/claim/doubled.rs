@@ -3,17 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::backend::doubled::{ADDED, added};
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, ConvDims, Op, Tensor};
+use crate::graph::{Builder, Composite, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::DoubledConvolution;
-use super::contracted::{ContractedDims, Scales};
 use super::{Claims, Result};
-
-/// The places of a kernel of three, added: of the result's even rows or columns those on both sides of the image before it is doubled,
-/// then of its odd ones.
-const ADDED: [(usize, usize); 4] = [(0, 1), (1, 3), (0, 2), (2, 3)];
 
 /// A convolution with what belongs to it. Numbers are nodes.
 pub(super) struct Found {
@@ -42,12 +38,8 @@ impl Claims<'_> {
     }
 
     fn doubled_convolution(&self, i: usize) -> Option<Found> {
-        let node = &self.graph.nodes[i];
-        let contracted = self.contracted(i)?;
-        let ContractedDims::Convolution(dims) = contracted.dims else {
-            return None;
-        };
-        let doubled = self.node(contracted.lhs);
+        let found = self.convolution_of_image(i)?;
+        let doubled = self.node(found.image);
         let Op::Composite {
             kind: Composite::UpsampleNearest2x,
             ..
@@ -56,31 +48,22 @@ impl Claims<'_> {
             return None;
         };
         let x = *doubled.operands.first()?;
-        let [image, weights] = [x, contracted.weights].map(|id| &self.node(id).shape);
-        let &[_, height, width, inputs] = &image.dims[..] else {
+        let &[_, height, width, _] = &self.node(x).shape.dims[..] else {
             return None;
         };
-        let outputs = *node.shape.dims.last()?;
         let kernel = DoubledConvolution {
             height,
             width,
             features: self.features,
         };
-        let takes = self.is_split(&node.shape)
-            && image.dtype == DType::BF16
-            && contracted.scales == Scales::None
-            // Their sums would be computed in every run.
-            && !self.from_stored[contracted.weights as usize]
-            && *dims == ConvDims::of_image(1, (1, 1))
-            && weights.dims == [outputs, inputs, 3, 3]
-            && kernel.columns(inputs, outputs).is_some();
-        takes.then(|| Found {
+        kernel.columns(found.inputs, found.outputs)?;
+        Some(Found {
             kernel,
             contraction: i,
             x,
-            weights: contracted.weights,
+            weights: found.weights,
             bias: None,
-            shape: node.shape.clone(),
+            shape: self.graph.nodes[i].shape.clone(),
         })
     }
 
@@ -116,22 +99,11 @@ impl Claims<'_> {
 fn of_places(b: &Builder, weights: Tensor, block: usize) -> Result<Tensor> {
     let [outputs, inputs] = [0, 1].map(|d| b.dims(weights)[d]);
     let wide = b.convert(weights, DType::F32)?;
-    let added = added(b, added(b, wide, 2)?, 3)?;
+    let added = added(b, added(b, wide, 2, &ADDED)?, 3, &ADDED)?;
     let x = b.convert(added, b.dtype(weights))?;
     let x = b.transpose(x, &[2, 3, 0, 1])?;
     let products = ADDED.len() * ADDED.len();
     let x = b.reshape(x, &[products, outputs / block, block, inputs])?;
     let x = b.transpose(x, &[1, 0, 2, 3])?;
     b.reshape(x, &[1, products * outputs, inputs])
-}
-
-/// The sums of a kernel's places along dimension `dim`, as [`ADDED`] has them.
-fn added(b: &Builder, kernel: Tensor, dim: usize) -> Result<Tensor> {
-    let sums = ADDED.map(|(first, end)| {
-        let mut places = (first..end).map(|place| b.slice_dim(kernel, dim, place, place + 1));
-        let first = places.next().unwrap_or(Ok(kernel));
-        places.fold(first, |sum, place| b.add(sum?, place?))
-    });
-    let sums: Vec<Tensor> = sums.into_iter().collect::<Result<_>>()?;
-    b.concatenate(&sums, dim)
 }

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::dtype::DType;
-use crate::graph::{Builder, ConvDims, Op, Tensor};
+use crate::graph::{Builder, Op, Tensor};
 
-use super::super::{NARROW_ROWS, NARROW_WEIGHTS, NarrowConvolution};
-use super::contracted::{ContractedDims, Scales};
+use super::super::NarrowConvolution;
 use super::{Claims, Result, pad_to};
 
 /// A convolution. Numbers are nodes.
@@ -19,35 +17,21 @@ pub(super) struct Found {
 impl Claims<'_> {
     /// Node `i` as a convolution of an image with weights that give a few outputs.
     pub(super) fn narrow_convolution(&self, i: usize) -> Option<Found> {
-        let node = &self.graph.nodes[i];
         let is_live = !self.users[i].is_empty() && !self.of_weights[i];
-        let contracted = self.contracted(i).filter(|_| is_live)?;
-        let ContractedDims::Convolution(dims) = contracted.dims else {
+        let found = self.convolution_of_image(i).filter(|_| is_live)?;
+        let &[_, height, width, _] = &self.node(found.image).shape.dims[..] else {
             return None;
         };
-        let [image, weights] = [contracted.lhs, contracted.weights].map(|id| &self.node(id).shape);
-        let &[_, height, width, inputs] = &image.dims[..] else {
-            return None;
-        };
-        let outputs = *node.shape.dims.last()?;
         let kernel = NarrowConvolution {
             height,
             width,
             features: self.features,
         };
-        let takes = self.is_split(&node.shape)
-            && image.dtype == DType::BF16
-            && contracted.scales == Scales::None
-            // They would be laid out in every run.
-            && !self.from_stored[contracted.weights as usize]
-            && *dims == ConvDims::of_image(1, (1, 1))
-            && weights.dims == [outputs, inputs, 3, 3]
-            && outputs <= NARROW_ROWS
-            && kernel.fits(inputs);
+        let takes = found.outputs <= NarrowConvolution::ROWS && kernel.fits(found.inputs);
         takes.then_some(Found {
             kernel,
-            x: contracted.lhs,
-            weights: contracted.weights,
+            x: found.image,
+            weights: found.weights,
         })
     }
 
@@ -63,9 +47,9 @@ impl Claims<'_> {
         let outputs = b.dims(weights)[0];
         let x = b.reshape(x, &[batch, height * width, inputs])?;
         let weights = b.transpose(weights, &[2, 3, 0, 1])?;
-        let weights = pad_to(b, weights, &[3, 3, NARROW_ROWS, inputs])?;
-        let weights = b.reshape(weights, &[1, 9 * NARROW_ROWS, inputs])?;
-        let weights = pad_to(b, weights, &[1, NARROW_WEIGHTS, inputs])?;
+        let weights = pad_to(b, weights, &[3, 3, NarrowConvolution::ROWS, inputs])?;
+        let weights = b.reshape(weights, &[1, 9 * NarrowConvolution::ROWS, inputs])?;
+        let weights = pad_to(b, weights, &[1, NarrowConvolution::WEIGHTS, inputs])?;
         let call = Op::CustomCall(Arc::new(found.kernel));
         let y = b.push(call, &[x, x, x, weights])?;
         let y = b.slice_dim(y, 1, 0, outputs)?;

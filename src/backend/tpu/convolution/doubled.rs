@@ -1,8 +1,5 @@
-//! Convolutions of images whose pixels are repeated, as convolutions of the images themselves.
-//!
-//! Of the three rows of a kernel two see the same row of the image before it was doubled: those at 1 and 2 where the result's row is
-//! even, those at 0 and 1 where it is odd. The same holds for columns. So their weights are added when they are loaded, and a result
-//! takes 4 products in place of 9.
+//! Convolutions of images whose pixels are repeated, as convolutions of the images themselves. [`crate::backend::doubled`] says
+//! why that takes 4 products in place of 9.
 
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
@@ -11,16 +8,16 @@ use crate::shape::Shape;
 use super::super::Features;
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window, most_bytes};
-use super::{Block, Convolution, Sizes, TILE_ROWS, blocks};
+use super::{Block, Convolution, IMAGES, Sizes, TILE_ROWS, are_of, blocks};
 
 /// Products with weights of their own: of the result's even and odd rows two each, with those of columns on the left, of even ones, of
 /// odd ones and on the right.
 const PRODUCTS: usize = 16;
 /// Those of a row of the kernel.
 const PLACES: usize = 4;
-/// The windows of weights and biases, behind the image's three.
-const WEIGHTS: usize = 3;
-const BIASES: usize = 4;
+/// The window of weights, and that of biases.
+const WEIGHTS: usize = IMAGES;
+const BIASES: usize = IMAGES + 1;
 
 /// The 3x3 convolution in bf16 of an image with each pixel twice in both directions, with zeros around it to keep its size, plus the
 /// bias.
@@ -116,7 +113,7 @@ impl DoubledConvolution {
             index: [Some(0), Some(1), along_columns],
             ..weights
         };
-        let images = of_image.into_iter().take(WEIGHTS);
+        let images = of_image.into_iter().take(IMAGES);
         images.chain([weights, biases, result]).collect()
     }
 
@@ -198,9 +195,7 @@ impl DoubledConvolution {
             columns: sizes.outputs,
         };
         let windows = self.windows(block, sizes);
-        let expected = windows[..operands.len()].iter();
-        let expected = expected.map(|window| Shape::new(window.dtype, window.array));
-        let fits = expected.eq(operands.iter().map(|shape| (*shape).clone()));
+        let fits = are_of(&windows, operands);
         (fits && self.block(sizes).is_some()).then_some(sizes)
     }
 }

@@ -11,18 +11,12 @@ use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{
     Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes,
 };
-use super::{BEFORE, BEHIND, Block, Convolution, Sizes, TILE_ROWS};
+use super::{BEFORE, BEHIND, Block, Convolution, IMAGES, Sizes, TILE_ROWS, are_of};
 
-/// Rows of the result, those of an `f32` tile: outputs at most.
-pub const NARROW_ROWS: usize = TILE_ROWS[1];
-/// Rows of the kernel's places: those of nine tiles, filled up to whole tiles of bf16.
-pub const NARROW_WEIGHTS: usize = 9 * NARROW_ROWS + 8;
 /// Pixels of a block, at most.
 const MOST_PIXELS: usize = 8192;
-/// The window of weights, behind the image's three.
-const WEIGHTS: usize = 3;
 
-/// The 3x3 convolution in bf16 of an image with a stride of 1 and zeros around it to keep its size, with [`NARROW_ROWS`] outputs at most.
+/// The 3x3 convolution in bf16 of an image with a stride of 1 and zeros around it to keep its size, with [`NarrowConvolution::ROWS`] outputs at most.
 ///
 /// Operands: the image three times, `bf16[batch, height * width, inputs]`, and weights `bf16[1, 80, inputs]`: for each row and each column
 /// of the kernel 8 rows of outputs. The result is `f32[batch, 8, height * width]`.
@@ -35,12 +29,17 @@ pub struct NarrowConvolution {
 }
 
 impl NarrowConvolution {
+    /// Rows of the result, those of an `f32` tile: outputs at most.
+    pub const ROWS: usize = TILE_ROWS[1];
+    /// Rows of the kernel's places: those of nine tiles, filled up to whole tiles of bf16.
+    pub const WEIGHTS: usize = 9 * NarrowConvolution::ROWS + 8;
+
     /// Whether a core can hold what the kernel works with.
     pub fn fits(&self, inputs: usize) -> bool {
         self.image_rows(Sizes {
             batch: 1,
             inputs,
-            outputs: NARROW_ROWS,
+            outputs: NarrowConvolution::ROWS,
         })
         .is_some()
     }
@@ -59,29 +58,29 @@ impl NarrowConvolution {
     /// Bytes of the core's memory: windows, sums of the kernel's places, and as much again for what is made of them.
     fn bytes(&self, image_rows: usize, sizes: Sizes) -> usize {
         let windows = Kernel::new(Vec::new(), self.windows(image_rows, sizes));
-        windows.window_bytes() + 2 * 4 * NARROW_WEIGHTS * (image_rows + 2) * self.width
+        windows.window_bytes() + 2 * 4 * NarrowConvolution::WEIGHTS * (image_rows + 2) * self.width
     }
 
     fn windows(&self, image_rows: usize, sizes: Sizes) -> Vec<Window> {
         let Sizes { batch, inputs, .. } = sizes;
         let block = Block {
             image_rows,
-            columns: NARROW_ROWS,
+            columns: NarrowConvolution::ROWS,
         };
         let of_image = Convolution::in_bf16(self.height, self.width, self.features);
-        let images = of_image.windows(block, sizes).into_iter().take(WEIGHTS);
+        let images = of_image.windows(block, sizes).into_iter().take(IMAGES);
         let weights = Window {
             dtype: DType::BF16,
-            array: [1, NARROW_WEIGHTS, inputs],
-            block: [NARROW_WEIGHTS, inputs],
+            array: [1, NarrowConvolution::WEIGHTS, inputs],
+            block: [NarrowConvolution::WEIGHTS, inputs],
             index: [None; 3],
             place: Place::Own,
             first_column: 0,
         };
         let result = Window {
             dtype: DType::F32,
-            array: [batch, NARROW_ROWS, self.height * self.width],
-            block: [NARROW_ROWS, image_rows * self.width],
+            array: [batch, NarrowConvolution::ROWS, self.height * self.width],
+            block: [NarrowConvolution::ROWS, image_rows * self.width],
             index: [Some(0), None, Some(1)],
             ..weights
         };
@@ -100,8 +99,10 @@ impl NarrowConvolution {
         let width = self.width;
         // The sums of each place for each row of the image, those before and behind the block included.
         let columns = (image_rows + 2) * width;
-        let sums = k.scratch(DType::F32, [NARROW_WEIGHTS, columns]);
-        let size = [NARROW_WEIGHTS, width];
+        let sums = k.scratch(DType::F32, [NarrowConvolution::WEIGHTS, columns]);
+        let size = [NarrowConvolution::WEIGHTS, width];
+        let first = k.row(0);
+        let weights = k.load(IMAGES, first, NarrowConvolution::WEIGHTS);
         let own = (0..image_rows).map(|row| (0, row * width));
         for (at, (window, row)) in [(BEFORE, 0)]
             .into_iter()
@@ -109,8 +110,6 @@ impl NarrowConvolution {
             .chain([(BEHIND, 0)])
             .enumerate()
         {
-            let first = k.row(0);
-            let weights = k.load(WEIGHTS, first, NARROW_WEIGHTS);
             let row = k.row(row);
             let x = k.load(window, row, width);
             let zero = k.splat(DType::F32, size, 0.0);
@@ -134,10 +133,10 @@ impl NarrowConvolution {
     /// A row of the image in the result: of each column of the kernel the sums over its rows, which stand in the place of the pixels that
     /// see them.
     fn row_of_result(&self, k: &mut Kernel, sums: Scratch, row: usize) -> KernelValue {
-        let size = [NARROW_ROWS, self.width];
+        let size = [NarrowConvolution::ROWS, self.width];
         let [left, own, right] = [0, 1, 2].map(|column| {
             let of_rows = [0, 1, 2].map(|kernel_row| {
-                let place = (3 * kernel_row + column) * NARROW_ROWS;
+                let place = (3 * kernel_row + column) * NarrowConvolution::ROWS;
                 k.kept_part(sums, [place, (row + kernel_row) * self.width], size)
             });
             let [above, own, below] = of_rows;
@@ -165,13 +164,11 @@ impl NarrowConvolution {
         let sizes = Sizes {
             batch: *image.dims.first()?,
             inputs: *image.dims.get(2)?,
-            outputs: NARROW_ROWS,
+            outputs: NarrowConvolution::ROWS,
         };
         let image_rows = self.image_rows(sizes)?;
         let windows = self.windows(image_rows, sizes);
-        let expected = windows[..operands.len()].iter();
-        let expected = expected.map(|window| Shape::new(window.dtype, window.array));
-        let fits = expected.eq(operands.iter().map(|shape| (*shape).clone()));
+        let fits = are_of(&windows, operands);
         fits.then_some((image_rows, sizes))
     }
 }
@@ -184,7 +181,7 @@ impl KernelCall for NarrowConvolution {
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
         let mut batch = Batch::first(operands.len());
         // Every image has the same kernel.
-        *batch.operands.get_mut(WEIGHTS)? = None;
+        *batch.operands.get_mut(IMAGES)? = None;
         Some(batch)
     }
 
@@ -197,7 +194,11 @@ impl KernelCall for NarrowConvolution {
         let sizes = self.sizes(operands);
         let (_, sizes) =
             sizes.ok_or_else(|| refused("narrow convolution kernel", self, operands))?;
-        let dims = [sizes.batch, NARROW_ROWS, self.height * self.width];
+        let dims = [
+            sizes.batch,
+            NarrowConvolution::ROWS,
+            self.height * self.width,
+        ];
         Ok(Shape::new(DType::F32, dims))
     }
 
