@@ -121,16 +121,18 @@ fn a_linear_layer_and_its_derivative_are_kernels_bit_for_bit() {
     // do not share; several of columns, and of terms on either side of the weight; a part of the batch that is one entry, and one that is two.
     let one_core = (None, Chip::V5e);
     let two_cores = (None, Chip::V5p);
+    let bf16_vectors = (None, Chip::V6e);
     let shared = |dim: usize, chip| (Some(dim), chip);
     let of_weight = [
         one_core,
         two_cores,
         shared(0, Chip::V5e),
         shared(1, Chip::V5p),
+        bf16_vectors,
     ];
     let cases = [
         ([1, 128, 128, 256], 1, &of_weight[..]),
-        ([1, 384, 128, 128], 1, &[one_core, two_cores]),
+        ([1, 384, 128, 128], 1, &[one_core, two_cores, bf16_vectors]),
         // Too many rows for parts of a block.
         ([1, 4224, 128, 128], 1, &[one_core]),
         ([1, 128, 128, 1408], 1, &[one_core]),
@@ -206,6 +208,7 @@ fn rounded_rows(rows: usize, rows_in_a_word: Option<u32>) -> Graph {
         rows_in_a_word,
         residual: false,
         wide_units: false,
+        bf16_vectors: false,
         memory: Chip::V5e.features().kernel_memory,
     };
     let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands).unwrap();

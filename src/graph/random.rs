@@ -180,11 +180,13 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     b.mul(radius, b.cos(angle)?)
 }
 
-/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding: a multiple of 2^-23.
+/// Uniform `f32` noise in `(-0.5, 0.5)` for stochastic rounding, one of 256 numbers around zero: a byte `b` is `(b - 127.5) / 256`.
 ///
-/// Every element that is rounded takes one, so it has to be cheap and unbiased, but not Threefry: as [`rounding_bits`], but that positions are
-/// multiplied first, which kernels do for a whole block at once, and that the second product is taken as it is, whose highest bits depend on
-/// all below them. Correlations of elements at 22 distances, and of columns and rows of matrices, are those of independent numbers.
+/// Every element that is rounded takes one, so it has to be cheap and unbiased, but not Threefry. Four rows share a word, each takes a
+/// byte of it, the first the lowest, where TPUs and processors keep integers of 8 bits: one hash is made for four elements. Bytes are enough, as a step of int8
+/// then goes up with a probability that is wrong by at most 2^-9 (Qwix's `low_bit_uniform`); and such noise is a number of bfloat16. The
+/// hash is that of [`rounding_bits`], but that positions are multiplied first, which kernels do for a whole block at once. Correlations of elements at
+/// 22 distances, and of columns and rows of matrices, are those of independent numbers.
 ///
 /// # Errors
 /// None for the words of a key.
@@ -194,27 +196,45 @@ pub fn rounding_noise(
     stream: RoundingStream,
     dims: &[usize],
 ) -> Result<Tensor> {
-    noise_of(b, key, stream, Position::new(b, dims, WORD)?)
+    noise_of(b, key, stream, dims, WORD)
 }
 
 /// What [`rounding_noise`] multiplies positions with.
 pub const POSITION_FACTOR: u32 = 0x9E37_79B1;
 
+/// Rows that share the words of [`rounding_noise`], as a power of two.
+pub const ROWS_OF_NOISE: u32 = 2;
+
+/// Of a tensor whose positions take a word for each `most` elements.
 fn noise_of(
     b: &Builder,
     key: RandomKey,
     stream: RoundingStream,
-    position: Position,
+    dims: &[usize],
+    most: u64,
 ) -> Result<Tensor> {
-    let [high, low] = words_of(b, key, stream, position.high)?;
+    let last = dims.len().saturating_sub(1);
+    let row = position_among(b, dims, last)?;
+    let rows_of_word = rows_of_word(dims, most);
+    let of_row = |rows: u32| b.binary(Binary::ShiftRightLogical, row, word(b, row, rows)?);
+    let [high, low] = words_of(b, key, stream, rows_of_word.map(of_row).transpose()?)?;
     let times = |x: Tensor, factor: u32| b.mul(x, word(b, x, factor)?);
-    let x = b.add(times(position.low, POSITION_FACTOR)?, low)?;
+    let columns = dims.last().map_or(1, |columns| *columns as u64 % WORD);
+    let mut position = times(of_row(ROWS_OF_NOISE)?, columns as u32)?;
+    if !dims.is_empty() {
+        position = b.add(position, b.iota(b.shape(row), last)?)?;
+    }
+    let x = b.add(times(position, POSITION_FACTOR)?, low)?;
     let x = b.binary(Binary::Xor, x, high)?;
     let x = times(shift_xor(b, x, 16)?, ROUNDING_FACTORS[0])?;
     let x = times(shift_xor(b, x, 15)?, ROUNDING_FACTORS[1])?;
-    let top = b.binary(Binary::ShiftRightLogical, x, word(b, x, 9)?)?;
-    let unit = b.mul_scalar(b.convert(top, DType::F32)?, 2f64.powi(-23))?;
-    b.add_scalar(unit, -0.5)
+    let x = shift_xor(b, x, 16)?;
+    let place = b.binary(Binary::And, row, word(b, row, (1 << ROWS_OF_NOISE) - 1)?)?;
+    let upper = b.binary(Binary::ShiftRightLogical, x, times(place, 8)?)?;
+    let byte = b.binary(Binary::And, upper, word(b, upper, 0xFF)?)?;
+    let byte = b.binary(Binary::Xor, byte, word(b, byte, 0x80)?)?;
+    let steps = b.add_scalar(b.convert(byte, DType::F32)?, -127.5)?;
+    b.mul_scalar(steps, 2f64.powi(-8))
 }
 
 /// By how much the number of the word that holds a row adds to the low word of a key.
@@ -280,17 +300,27 @@ fn shift_xor(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
     b.binary(Binary::Xor, x, shifted)
 }
 
-/// [`rounding_noise`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low
-/// words.
-pub fn rounding_noise_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
+/// [`rounding_noise`] of the element at `[row, column]` of a tensor of rows of `columns`, of at most 2^32 elements, by the key's high and
+/// low words.
+pub fn rounding_noise_at(
+    [high, low]: [u32; 2],
+    stream: RoundingStream,
+    [row, column]: [u32; 2],
+    columns: u32,
+) -> f32 {
+    let position = (row >> ROWS_OF_NOISE)
+        .wrapping_mul(columns)
+        .wrapping_add(column);
     let x =
         position.wrapping_mul(POSITION_FACTOR).wrapping_add(low) ^ high.wrapping_add(stream.salt());
     let x = (x ^ (x >> 16)).wrapping_mul(ROUNDING_FACTORS[0]);
     let x = (x ^ (x >> 15)).wrapping_mul(ROUNDING_FACTORS[1]);
-    (x >> 9) as f32 * 2f32.powi(-23) - 0.5
+    let place = row as usize % (1 << ROWS_OF_NOISE);
+    let byte = (x ^ (x >> 16)).to_le_bytes()[place] as i8;
+    (f32::from(byte) + 0.5) / 256.0
 }
 
-/// [`rounding_bits`] of the element at `position` of such a tensor.
+/// [`rounding_bits`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low words.
 pub fn rounding_bits_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> u32 {
     let mut x = position ^ high.wrapping_add(stream.salt());
     x ^= x >> 16;
@@ -409,8 +439,7 @@ mod tests {
         b.output("high", split.high.unwrap(), None).unwrap();
         let bits = bits_of(&b, k, RoundingStream(0), split).unwrap();
         b.output("bits", bits, None).unwrap();
-        let split = Position::new(&b, &dims, 11).unwrap();
-        let noise = noise_of(&b, k, RoundingStream(3), split).unwrap();
+        let noise = noise_of(&b, k, RoundingStream(3), &dims, 11).unwrap();
         b.output("noise", noise, None).unwrap();
         let found = run(&b.finish());
         let expected = |of: &dyn Fn(u32) -> u32| (0..20).map(|i| f64::from(of(i))).collect();
@@ -423,7 +452,8 @@ mod tests {
                     f64::from(rounding_noise_at(
                         key_of_row([7, 42], i / 2, 2),
                         RoundingStream(3),
-                        i,
+                        [i / 2, i % 2],
+                        2,
                     ))
                 })
                 .collect(),
@@ -443,17 +473,29 @@ mod tests {
         assert!(large.high.is_some());
     }
 
-    /// Elements that go into one sum lie beside each other, or a row's length apart. Their noise is as that of independent numbers: pairs fill
-    /// a grid of 16 by 16 cells evenly, which a bound of five standard errors of chi squared tells.
+    /// Elements that go into one sum lie beside each other, or a row's length apart, and those of four rows are made from one word. Their
+    /// noise is as that of independent numbers: pairs fill a grid of 16 by 16 cells evenly, which a bound of five standard errors of chi squared tells.
     #[test]
     fn noise_of_one_sum_is_independent() {
         const COUNT: usize = 1 << 16;
         const CELLS: usize = 16;
-        for (key, first) in [([0, 0], 0), ([0x1234_5678, 0x9ABC_DEF0], 1 << 31)] {
-            let noise = |i: usize| rounding_noise_at(key, RoundingStream(0), first + i as u32);
+        for (key, first, columns) in [
+            ([0, 0], 0, 64),
+            ([0, 7], 0, 320),
+            ([0x1234_5678, 0x9ABC_DEF0], 1 << 20, 640),
+            ([0xDEAD_BEEF, 1], 4096, 10_240),
+        ] {
+            let noise = |i: usize| {
+                let at = [first + (i / columns) as u32, (i % columns) as u32];
+                rounding_noise_at(key, RoundingStream(0), at, columns as u32)
+            };
             let cell = |i: usize| ((noise(i) + 0.5) * CELLS as f32) as usize;
-            let cells: Vec<usize> = (0..COUNT + 65536).map(cell).collect();
-            for distance in [1, 2, 3, 8, 64, 128, 320, 640, 1280, 5120, 10_240, 65_536] {
+            let cells: Vec<usize> = (0..COUNT + 9 * columns).map(cell).collect();
+            for distance in [1, 2, 3, 8, 16, 64, 128, 320]
+                .into_iter()
+                .chain([1, 2, 3, 4, 5, 8].map(|rows| rows * columns))
+                .chain([columns + 1, 3 * columns - 1])
+            {
                 let mut counts = [0u32; CELLS * CELLS];
                 for (one, other) in cells.iter().zip(&cells[distance..]).take(COUNT) {
                     counts[one * CELLS + other] += 1;
@@ -462,7 +504,10 @@ mod tests {
                 let squares = counts.map(|count| (f64::from(count) - mean).powi(2) / mean);
                 let degrees = counts.len() as f64 - 1.0;
                 let excess = (squares.iter().sum::<f64>() - degrees) / (2.0 * degrees).sqrt();
-                assert!(excess < 5.0, "{key:?}, {distance} apart: {excess}");
+                assert!(
+                    excess < 5.0,
+                    "{key:?}, {columns} columns, {distance} apart: {excess}"
+                );
             }
         }
     }

@@ -152,6 +152,8 @@ impl Chip {
             one_core: self.cores_per_device() == 1,
             // By the cycles of its products in int8; a tpu7x has none.
             wide_units: self == Chip::V6e,
+            // A tpu7x rounds nothing to int8.
+            bf16_vectors: self == Chip::V6e,
             int8_break_even: self.int8_break_even(),
             int8_kernels_break_even: self.int8_kernels_break_even(),
             kernel_memory: match self {

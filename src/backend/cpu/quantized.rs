@@ -209,7 +209,9 @@ impl QuantizedProduct {
         let noise = |place: usize| match key {
             Some(key) => {
                 let key = [0, 1].map(|word| key.float(word) as u32);
-                rounding_noise_at(key, RoundingStream(0), place as u32)
+                let columns = lhs.shape.dims.last().map_or(1, |columns| *columns);
+                let at = [place / columns, place % columns].map(|i| i as u32);
+                rounding_noise_at(key, RoundingStream(0), at, columns as u32)
             }
             None => 0.0,
         };

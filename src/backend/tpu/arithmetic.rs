@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 
-use super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
+use super::mosaic::{Kernel, LANES, Noise, Scratch, Value as KernelValue};
 
 /// Multiply-adds of int8 products that cannot overflow 32 bits: 128 * 128 * 130,000 < 2^31.
 pub(super) const MOST_TERMS: usize = 130_000;
@@ -136,25 +136,67 @@ impl Arithmetic {
     }
 }
 
-/// `x` times inverse scales, rounded to int8, by AQT's numerics to bf16 first; in `f32`.
-pub(super) fn rounded_to_integers(
-    k: &mut Kernel,
-    x: KernelValue,
-    inverse: KernelValue,
-    arithmetic: Arithmetic,
-) -> KernelValue {
-    let size = k.size(x);
-    let mut y = k.mul(x, inverse);
-    let mut lowest = -127.0;
-    match arithmetic {
-        Arithmetic::Int8 => y = rounded(k, y),
-        Arithmetic::RecordedInt8 | Arithmetic::Bf16 | Arithmetic::Stored(_) => lowest = -128.0,
+/// How activations become integers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rounding {
+    /// [`Arithmetic::Int8`] or [`Arithmetic::RecordedInt8`].
+    pub arithmetic: Arithmetic,
+    /// [`super::Features::bf16_vectors`]
+    pub bf16_vectors: bool,
+}
+
+impl Rounding {
+    /// AQT's.
+    pub fn of_aqt(bf16_vectors: bool) -> Rounding {
+        Rounding {
+            arithmetic: Arithmetic::Int8,
+            bf16_vectors,
+        }
     }
-    let highest = k.splat(DType::F32, size, 127.0);
-    let lowest = k.splat(DType::F32, size, lowest);
-    let y = k.min(y, highest);
-    let y = k.max(y, lowest);
-    k.round_even(y)
+
+    /// What vector units compute in: AQT's numerics round each step to bf16.
+    pub fn vectors(self) -> DType {
+        match (self.arithmetic, self.bf16_vectors) {
+            (Arithmetic::Int8, true) => DType::BF16,
+            _ => DType::F32,
+        }
+    }
+
+    /// `x`, of bf16, times inverse scales, plus noise where rounding is stochastic, as `s8`: by AQT's numerics, which round the product and
+    /// the sum to bf16, or by AMD Quark's.
+    pub fn integers(
+        self,
+        k: &mut Kernel,
+        x: KernelValue,
+        inverse: KernelValue,
+        noise: Option<Noise>,
+    ) -> KernelValue {
+        let size = k.size(x);
+        let vectors = self.vectors();
+        let [x, inverse] = [x, inverse].map(|y| k.convert(y, vectors));
+        let mut y = k.mul(x, inverse);
+        let mut lowest = -127.0;
+        match self.arithmetic {
+            Arithmetic::Int8 => y = rounded_in(k, y, vectors),
+            Arithmetic::RecordedInt8 | Arithmetic::Bf16 | Arithmetic::Stored(_) => lowest = -128.0,
+        }
+        if let Some(noise) = noise {
+            let noise = k.noise(noise, vectors, size);
+            y = k.add(y, noise);
+            y = rounded_in(k, y, vectors);
+        }
+        let highest = k.splat(vectors, size, 127.0);
+        let lowest = k.splat(vectors, size, lowest);
+        let y = k.min(y, highest);
+        let y = k.max(y, lowest);
+        k.convert(y, DType::S8)
+    }
+}
+
+/// A value in this type, rounded to bf16.
+fn rounded_in(k: &mut Kernel, x: KernelValue, dtype: DType) -> KernelValue {
+    let x = k.convert(x, DType::BF16);
+    k.convert(x, dtype)
 }
 
 /// The inverse scales and the scales of what has these largest magnitudes, by AQT's numerics (`docs/quantization.md`): where it rounds
@@ -177,8 +219,7 @@ pub(super) fn scales(k: &mut Kernel, absmax: KernelValue) -> (KernelValue, Kerne
 
 /// An `f32` value rounded to bf16.
 pub(super) fn rounded(k: &mut Kernel, x: KernelValue) -> KernelValue {
-    let x = k.convert(x, DType::BF16);
-    k.convert(x, DType::F32)
+    rounded_in(k, x, DType::F32)
 }
 
 /// Where rows have more terms than these, products of rows that the same step rounds are of [`TERMS_AT_A_TIME`]: some are multiplied while

@@ -13,7 +13,7 @@ use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::Features;
-use super::arithmetic::{Arithmetic, MOST_TERMS, Widening, block_of_columns, rounded_to_integers};
+use super::arithmetic::{Arithmetic, MOST_TERMS, Rounding, Widening, block_of_columns};
 use super::call::{KernelCall, refused};
 use super::mosaic::{Kernel, LANES, Place, Scratch, Value as KernelValue, Window, most_bytes};
 
@@ -626,9 +626,11 @@ impl Convolution {
             let first = k.row(0);
             let inverse = k.load(self.window_of_columns() - 1, first, 1);
             let inverse = k.broadcast_row(inverse, self.width);
-            let wide = k.convert(x, DType::F32);
-            let integers = rounded_to_integers(k, wide, inverse, self.arithmetic);
-            x = k.convert(integers, DType::S8);
+            let rounding = Rounding {
+                arithmetic: self.arithmetic,
+                bf16_vectors: self.features.bf16_vectors,
+            };
+            x = rounding.integers(k, x, inverse, None);
         }
         k.keep_at(image, x, to, 0);
     }

@@ -60,6 +60,8 @@ pub struct Features {
     /// Whether its matrix units multiply 256 terms and 256 columns at a time, where others have 128. The vector units add up the sums
     /// of more terms.
     pub wide_units: bool,
+    /// Whether its vector units compute in bfloat16, with twice as many numbers at a time.
+    pub bf16_vectors: bool,
     /// Of a product in int8 whose operands the compiler's own operations round in the step: how much `rows * columns / (rows + columns)`
     /// is where the product saves as much time as rounding takes. `None` where products in int8 save none.
     pub int8_break_even: Option<usize>,
@@ -85,6 +87,7 @@ impl Features {
         int8: false,
         one_core: false,
         wide_units: false,
+        bf16_vectors: false,
         int8_break_even: None,
         int8_kernels_break_even: None,
         kernel_memory: mosaic::VMEM_BYTES,

@@ -142,7 +142,9 @@ fn stochastic_rounding_is_unbiased_and_changes_with_the_key() {
     let runs: Vec<Vec<f64>> = (0..400)
         .map(|k| run_with(&graph, dims, 4, [k, 9], &[1.0; 16]).remove(1))
         .collect();
-    assert_ne!(runs[0], runs[1]);
+    // Eight sums of four integers: two keys may round to the same.
+    let differ = runs.iter().filter(|run| **run != runs[0]).count();
+    assert!(differ > 200, "{differ} of 400 keys round otherwise");
     let forward = run(&graph, dims, 4, [0, 9]).remove(0);
     assert_eq!(
         forward,

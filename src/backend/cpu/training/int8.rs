@@ -135,6 +135,13 @@ impl<'a> Claims<'a> {
                 if terms_of_dot(dims, [lhs.rank(), rhs.rank()]).is_none() {
                     return false;
                 }
+                // Noise counts the rows and columns of the tensor, which have to be the kernel's.
+                let last = lhs.rank().saturating_sub(1);
+                let contracted = &dims.lhs_contract;
+                let is_matrix = *contracted == [last] || contracted.iter().copied().eq(0..last);
+                if product.lhs.noise.is_some() && !is_matrix {
+                    return false;
+                }
                 dims.lhs_contract.iter().map(|d| lhs.dims[*d]).product()
             }
             Contraction::Convolution(dims) => {

@@ -215,6 +215,7 @@ impl<'a> Claims<'a> {
             rows_in_a_word: x.noise.and_then(|noise| noise.rows_in_a_word),
             residual: false,
             wide_units: self.features.wide_units,
+            bf16_vectors: self.features.bf16_vectors,
             memory: self.features.kernel_memory,
         };
         let fits = |kernel: &RoundedProduct| kernel.fits(rows / self.parts, terms, columns);
@@ -297,6 +298,7 @@ impl<'a> Claims<'a> {
             rows_in_a_word: noise.rows_in_a_word,
             result,
             cores,
+            bf16_vectors: self.features.bf16_vectors,
             memory: self.features.kernel_memory,
         };
         let mut kernels = self.features.cores().iter().map(|cores| of(*cores));

@@ -200,7 +200,14 @@ impl Run<'_> {
             }
             Op::Binary(op, a, b) => {
                 let (a, b) = (&self.get(*a).data[..], &self.get(*b).data[..]);
-                matrix(each(a.len(), |i| binary(*op, a[i], b[i])))
+                let is_bf16 = result.and_then(|v| self.kernel.dtype_of(*v)) == Some(DType::BF16);
+                matrix(each(a.len(), |i| {
+                    let exact = binary(*op, a[i], b[i]);
+                    match is_bf16 {
+                        true => bf16::from_f32(exact).to_f32(),
+                        false => exact,
+                    }
+                }))
             }
             Op::Less(a, b) => {
                 let both = self.get(*a).data.iter().zip(&self.get(*b).data);
@@ -220,7 +227,7 @@ impl Run<'_> {
                 let x = &self.get(*x).data[..];
                 matrix(match to {
                     Some(DType::BF16) => each(x.len(), |i| bf16::from_f32(x[i]).to_f32()),
-                    Some(DType::S8) => each(x.len(), |i| f32::from(x[i] as i8)),
+                    Some(DType::S8) => each(x.len(), |i| f32::from(x[i].round_ties_even() as i8)),
                     _ => x.to_vec(),
                 })
             }
@@ -324,12 +331,12 @@ impl Run<'_> {
         let at = |i: usize| {
             let row = first[0].wrapping_add(row + (i / columns) as u32);
             let column = column + (i % columns) as u32;
-            let position = row.wrapping_mul(noise.columns as u32).wrapping_add(column);
             let key = match noise.rows_in_a_word {
                 Some(rows) => key_of_row([key[0], key[1]], row, rows),
                 None => [key[0], key[1]],
             };
-            rounding_noise_at(key, RoundingStream(0), position)
+            let at = [row, column];
+            rounding_noise_at(key, RoundingStream(0), at, noise.columns as u32)
         };
         (0..rows * columns).map(at).collect()
     }
@@ -460,7 +467,6 @@ fn unary(op: Unary, x: f32) -> f32 {
     match op {
         Unary::Abs => x.abs(),
         Unary::Exp2 => x.exp2(),
-        Unary::RoundEven => x.round_ties_even(),
         // As roughly as bf16 has it, so that a kernel that relies on more is found.
         Unary::Reciprocal => bf16::from_f32(1.0 / x).to_f32(),
         Unary::Rsqrt => 1.0 / x.sqrt(),

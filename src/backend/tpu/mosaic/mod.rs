@@ -207,7 +207,6 @@ enum Unary {
     Abs,
     Exp2,
     Reciprocal,
-    RoundEven,
     Rsqrt,
 }
 
@@ -626,10 +625,6 @@ impl Kernel {
         self.mul(rough, correction)
     }
 
-    pub fn round_even(&mut self, x: Value) -> Value {
-        self.unary(Unary::RoundEven, x)
-    }
-
     pub fn add(&mut self, a: Value, b: Value) -> Value {
         self.push(self.type_of(a), Op::Binary(Binary::Add, a, b))
     }
@@ -668,12 +663,27 @@ impl Kernel {
         self.push(of, Op::Select([condition, on_true, on_false]))
     }
 
-    /// To another float type, of integers to `f32`, or of `f32` that hold integers to `s8`. A value of that type as it is.
+    /// To another float type, of integers to `f32`, or of numbers from -128 to 127 to `s8`, to the nearest, to even where two are as
+    /// near. A value of that type as it is, and one that was widened from it as it was.
     pub fn convert(&mut self, x: Value, dtype: DType) -> Value {
         if self.dtype_of(x) == Some(dtype) {
             return x;
         }
+        if let (Some(DType::F32), Some(narrow)) = (self.dtype_of(x), self.converted_from(x))
+            && self.dtype_of(narrow) == Some(dtype)
+        {
+            return narrow;
+        }
         self.push(self.matrix(x, Some(dtype), None), Op::Convert(x))
+    }
+
+    /// What was converted to `x`, if the statements since the last loop or branch tell.
+    fn converted_from(&self, x: Value) -> Option<Value> {
+        let makes_it = |statement: &&Statement| statement.results == [x];
+        match self.body.iter().rev().find(makes_it)?.op {
+            Op::Convert(from) => Some(from),
+            _ => None,
+        }
     }
 
     /// The sum of each row, as a column.
@@ -758,11 +768,11 @@ impl Kernel {
         self.push(of, Op::Interleave([even, odd]))
     }
 
-    /// Noise of stochastic rounding, `f32` uniform in `[-0.5, 0.5)`: [`crate::graph::random::rounding_noise_at`] of each element's
-    /// position in the tensor, in a stream of its key's own.
-    pub fn noise(&mut self, noise: Noise, [rows, columns]: [usize; 2]) -> Value {
+    /// Noise of stochastic rounding, in `F32` or `BF16`: [`crate::graph::random::rounding_noise_at`] of each element's
+    /// position in the tensor, in a stream of its key's own. Of whole tiles of `s8`.
+    pub fn noise(&mut self, noise: Noise, dtype: DType, [rows, columns]: [usize; 2]) -> Value {
         let of = Type::Matrix {
-            dtype: DType::F32,
+            dtype,
             rows,
             columns,
         };

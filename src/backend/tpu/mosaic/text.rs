@@ -4,11 +4,12 @@ use std::fmt::Write;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use half::bf16;
 use serde::Serialize;
 use serde_json::json;
 
 use crate::dtype::DType;
-use crate::graph::random::{POSITION_FACTOR, ROUNDING_FACTORS, WORDS_FACTOR};
+use crate::graph::random::{POSITION_FACTOR, ROUNDING_FACTORS, ROWS_OF_NOISE, WORDS_FACTOR};
 
 use super::{
     Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
@@ -20,6 +21,9 @@ pub const VMEM_BYTES: usize = 16 << 20;
 /// What a kernel takes that works with more: the v5e, the v5p and the v6e have 128 MiB. What the compiler puts there itself is a
 /// few percent of what the kernel counts.
 pub const MOST_VMEM_BYTES: usize = 48 << 20;
+
+/// How numbers are rounded to integers.
+const TO_NEAREST: &str = "{rounding_mode = #tpu.rounding_mode<to_nearest_even>}";
 
 /// What one call of a kernel costs.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -262,6 +266,12 @@ impl Kernel {
                     dtype: DType::S32 | DType::S8,
                     ..
                 }) => format!("{name} = arith.constant dense<{}> : {of}", *number as i64),
+                Some(Type::Matrix {
+                    dtype: DType::BF16, ..
+                }) => format!(
+                    "{name} = arith.constant dense<{:#06X}> : {of}",
+                    bf16::from_f64(*number).to_bits()
+                ),
                 _ => format!(
                     "{name} = arith.constant dense<{:#010X}> : {of}",
                     (*number as f32).to_bits()
@@ -388,7 +398,6 @@ impl Kernel {
                         let _ = writeln!(text, "{line}");
                         return;
                     }
-                    Unary::RoundEven => "roundeven",
                     Unary::Rsqrt => "rsqrt",
                 };
                 format!("{name} = math.{op} {x} : {of}")
@@ -427,7 +436,6 @@ impl Kernel {
                 let to = result.and_then(|v| self.dtype_of(v));
                 let op = match [self.dtype_of(*x), to] {
                     [Some(DType::S32), _] => "sitofp",
-                    [_, Some(DType::S8)] => "fptosi",
                     [_, Some(DType::BF16)] => "truncf",
                     _ => "extf",
                 };
@@ -440,6 +448,17 @@ impl Kernel {
                         format!(
                             "{name}_i = arith.extsi {own} : {from} to {wide}\n\
                              {name} = arith.sitofp {name}_i : {wide} to {of}"
+                        )
+                    }
+                    (Some(DType::BF16), Some(DType::S8)) => {
+                        format!("{name} = tpu.fptosi {own} {TO_NEAREST} : {from} -> {of}")
+                    }
+                    // Of f32 only integers of 32 bits are made.
+                    (_, Some(DType::S8)) => {
+                        let wide = of.replace(&element(DType::S8), &element(DType::S32));
+                        format!(
+                            "{name}_i = tpu.fptosi {own} {TO_NEAREST} : {from} -> {wide}\n\
+                             {name} = arith.trunci {name}_i : {wide} to {of}"
                         )
                     }
                     _ => format!("{name} = arith.{op} {own} : {from} to {of}"),
@@ -513,7 +532,18 @@ impl Kernel {
                 )
             }
             Op::Noise(noise) => {
-                self.noise_text(text, *noise, &name, &of);
+                if let Some(Type::Matrix { rows, columns, .. }) = result.map(|v| self.type_of(v)) {
+                    let of_rows = |dtype, rows| {
+                        vector(Type::Matrix {
+                            dtype,
+                            rows,
+                            columns,
+                        })
+                    };
+                    let bytes = of_rows(DType::S8, rows);
+                    let words = of_rows(DType::S32, rows >> ROWS_OF_NOISE);
+                    self.noise_text(text, *noise, &name, [&of, &bytes, &words]);
+                }
                 return;
             }
             Op::MatMul {
@@ -559,8 +589,8 @@ impl Kernel {
     }
 
     /// [`crate::graph::random::rounding_noise_at`] of the position of each element.
-    fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: &str) {
-        let bits = &of.replace("xf32>", "xi32>");
+    fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: [&str; 3]) {
+        let [of, bytes, bits] = of;
         let mut lines = Lines {
             text,
             name,
@@ -601,6 +631,8 @@ impl Kernel {
             }
             None => low,
         };
+        let shared = number(&mut lines, ROWS_OF_NOISE as usize);
+        let row = lines.push(format!("arith.shrui {row}, {shared} : i32"));
         let columns = number(&mut lines, noise.columns);
         let origin = lines.push(format!("arith.muli {row}, {columns} : i32"));
         let origin = lines.push(format!("arith.addi {origin}, {column} : i32"));
@@ -638,17 +670,19 @@ impl Kernel {
             x = times(&mut lines, &x, factor);
         }
 
-        // The 23 highest bits are the fraction of a number in [1, 2).
-        let by = splat(&mut lines, 9);
-        let fraction = apply(&mut lines, "shrui", &x, &by);
-        let one = splat(&mut lines, 1f32.to_bits());
-        let number = apply(&mut lines, "ori", &fraction, &one);
-        let number = lines.push(format!("tpu.bitcast {number} : {bits} -> {of}"));
-        let middle = lines.push(format!(
-            "arith.constant dense<{:#010X}> : {of}",
-            1.5f32.to_bits()
-        ));
-        let _ = writeln!(lines.text, "{name} = arith.subf {number}, {middle} : {of}");
+        let by = splat(&mut lines, 16);
+        let upper = apply(&mut lines, "shrui", &x, &by);
+        let x = apply(&mut lines, "xori", &x, &upper);
+
+        // Each word becomes a byte of four rows.
+        let steps = lines.push(format!("tpu.bitcast {x} : {bits} -> {bytes}"));
+        let steps = lines.push(format!("arith.sitofp {steps} : {bytes} to {of}"));
+        let [step, middle] = [256, 512].map(|part| {
+            let number = 1.0 / f64::from(part);
+            lines.push(format!("arith.constant dense<{number:e}> : {of}"))
+        });
+        let low = lines.push(format!("arith.mulf {steps}, {step} : {of}"));
+        let _ = writeln!(lines.text, "{name} = arith.addf {low}, {middle} : {of}");
     }
 
     fn repetition(

@@ -3,8 +3,7 @@
 use crate::dtype::DType;
 
 use super::super::arithmetic::{
-    Arithmetic, WIDENED_COLUMNS, Widening, block_of_columns, rounded, rounded_to_integers, run_of,
-    scales,
+    Arithmetic, Rounding, WIDENED_COLUMNS, Widening, block_of_columns, rounded, run_of, scales,
 };
 use super::super::gated::gated;
 use super::super::mosaic::{Kernel, LANES, Scratch, Value as KernelValue};
@@ -230,10 +229,16 @@ impl Product {
                 let first = k.row(0);
                 let inverse = k.load_part(window, first, 1, at..at + width);
                 let inverse = k.broadcast_row(inverse, count);
-                let y = rounded_to_integers(k, x, inverse, self.arithmetic);
-                let y = k.convert(y, DType::S8);
+                let y = self.rounding().integers(k, x, inverse, None);
                 k.keep(integers, y, [row, at]);
             }
+        }
+    }
+
+    fn rounding(&self) -> Rounding {
+        Rounding {
+            arithmetic: self.arithmetic,
+            bf16_vectors: self.features.bf16_vectors,
         }
     }
 
@@ -255,10 +260,11 @@ impl Product {
                         let y = normalized(k, x, norm, at);
                         let y = k.convert(y, DType::BF16);
                         k.keep(normed, y, [row, at]);
-                        k.convert(y, DType::F32)
+                        y
                     }
                     _ => x,
                 };
+                let x = k.convert(x, self.rounding().vectors());
                 let magnitudes = k.abs(x);
                 highest = Some(match highest {
                     None => magnitudes,
@@ -268,20 +274,17 @@ impl Product {
             let Some(highest) = highest else {
                 continue;
             };
+            let highest = k.convert(highest, DType::F32);
             let absmax = k.row_max(highest);
             let (inverse, scale) = scales(k, absmax);
             k.keep(kept.scale, scale, [row, 0]);
             for [at, width] in parts() {
                 let x = match kept.normed {
-                    Some(normed) => {
-                        let y = k.kept_part(normed, [row, at], [count, width]);
-                        k.convert(y, DType::F32)
-                    }
+                    Some(normed) => k.kept_part(normed, [row, at], [count, width]),
                     None => load(k, [row, count], [at, width]),
                 };
                 let inverse = k.broadcast(inverse, width);
-                let integers = rounded_to_integers(k, x, inverse, self.arithmetic);
-                let integers = k.convert(integers, DType::S8);
+                let integers = self.rounding().integers(k, x, inverse, None);
                 k.keep(kept.integers, integers, [row, at]);
             }
         }

@@ -6,12 +6,12 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns, scales};
+use super::super::arithmetic::{MOST_TERMS, Rounding, block_of_columns, scales};
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{
     Kernel, LANES, Noise, Place, Scratch, Value as KernelValue, Window, most_bytes,
 };
-use super::{Tiles, absmax, integers, noise_windows, ranges_of};
+use super::{Tiles, absmax, noise_windows, ranges_of};
 
 /// The windows of the gradient and of `x`.
 const GRADIENT: usize = 0;
@@ -54,6 +54,8 @@ pub struct RoundedGradient {
     pub result: DType,
     /// Cores that share the columns of a part.
     pub cores: usize,
+    /// [`super::super::Features::bf16_vectors`]
+    pub bf16_vectors: bool,
     /// Bytes of the core's memory that it may take.
     pub memory: usize,
 }
@@ -336,7 +338,18 @@ impl RoundedGradient {
             let first = k.row(0);
             return k.load_part(WINDOWS_BEFORE_RANGES + window, first, 1, columns);
         }
-        absmax(k, window, sizes.terms, columns, tiles)
+        absmax(
+            k,
+            window,
+            sizes.terms,
+            columns,
+            tiles,
+            self.rounding().vectors(),
+        )
+    }
+
+    fn rounding(&self) -> Rounding {
+        Rounding::of_aqt(self.bf16_vectors)
     }
 
     /// Keeps what is whole, and its scales.
@@ -404,7 +417,6 @@ impl RoundedGradient {
             for from in (0..of.columns.len()).step_by(width) {
                 let first = of.columns.start + from;
                 let x = k.load_part(of.window, row, rows, first..first + width);
-                let x = k.convert(x, DType::F32);
                 let inverse = match width == of.columns.len() {
                     true => inverse,
                     false => k.slice(inverse, from, width),
@@ -417,7 +429,7 @@ impl RoundedGradient {
                     row,
                     column: first,
                 });
-                let y = integers(k, x, inverse, noise);
+                let y = self.rounding().integers(k, x, inverse, noise);
                 if is_transposed {
                     let y = k.transpose(y);
                     k.keep_columns(kept, y, at + from, row);

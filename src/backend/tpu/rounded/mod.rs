@@ -13,8 +13,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 
-use super::arithmetic::{Arithmetic, rounded, rounded_to_integers};
-use super::mosaic::{Kernel, LANES, Noise, Place, Value as KernelValue, Window};
+use super::mosaic::{Kernel, LANES, Place, Value as KernelValue, Window};
 
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
@@ -49,39 +48,6 @@ fn ranges_of(window: Window) -> Window {
         block: [1, width],
         index: [part, None, block],
         ..window
-    }
-}
-
-/// [`rounded_values`] as `s8`.
-fn integers(
-    k: &mut Kernel,
-    x: KernelValue,
-    inverse: KernelValue,
-    noise: Option<Noise>,
-) -> KernelValue {
-    let y = rounded_values(k, x, inverse, noise);
-    k.convert(y, DType::S8)
-}
-
-/// `x` in `f32`, of bf16, times inverse scales, rounded to integers by AQT's numerics: to bf16 first, to which noise is added where
-/// there is some, and which is rounded again.
-fn rounded_values(
-    k: &mut Kernel,
-    x: KernelValue,
-    inverse: KernelValue,
-    noise: Option<Noise>,
-) -> KernelValue {
-    match noise {
-        None => rounded_to_integers(k, x, inverse, Arithmetic::Int8),
-        Some(noise) => {
-            let size = k.size(x);
-            let scaled = k.mul(x, inverse);
-            let scaled = rounded(k, scaled);
-            let noise = k.noise(noise, size);
-            let noisy = k.add(scaled, noise);
-            let one = k.splat(DType::F32, size, 1.0);
-            rounded_to_integers(k, noisy, one, Arithmetic::Int8)
-        }
     }
 }
 
@@ -129,20 +95,22 @@ impl Tiles {
     }
 }
 
-/// The largest magnitude of each of some columns of a window, `f32[1, columns]`.
+/// The largest magnitude of each of some columns of a window, `f32[1, columns]`, found in `vectors`.
 fn absmax(
     k: &mut Kernel,
     window: usize,
     terms: usize,
     columns: Range<usize>,
     tiles: Tiles,
+    vectors: DType,
 ) -> KernelValue {
-    let zero = k.splat(DType::F32, [tiles.rows(), columns.len()], 0.0);
+    let zero = k.splat(vectors, [tiles.rows(), columns.len()], 0.0);
     let highest = tiles.each(k, terms, tiles.rows(), vec![zero], |k, row, highest| {
         let x = k.load_part(window, row, tiles.rows(), columns.clone());
-        let x = k.convert(x, DType::F32);
+        let x = k.convert(x, vectors);
         let magnitudes = k.abs(x);
         vec![k.max(highest[0], magnitudes)]
     });
-    k.column_max(highest[0])
+    let highest = k.convert(highest[0], DType::F32);
+    k.column_max(highest)
 }

@@ -4,12 +4,14 @@ use crate::dtype::DType;
 use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
-use super::super::arithmetic::{MOST_TERMS, block_of_columns, blocks_of_rows, run_of, scales};
+use super::super::arithmetic::{
+    MOST_TERMS, Rounding, block_of_columns, blocks_of_rows, run_of, scales,
+};
 use super::super::call::{KernelCall, refused};
 use super::super::mosaic::{
     Kernel, Noise, Place, Scratch, Value as KernelValue, Window, most_bytes,
 };
-use super::{TILE_ROWS, integers, noise_windows};
+use super::{TILE_ROWS, noise_windows};
 
 /// Columns and rows of a block, at most.
 const MOST_COLUMNS: usize = 1280;
@@ -40,6 +42,8 @@ pub struct RoundedProduct {
     pub residual: bool,
     /// [`super::super::Features::wide_units`]
     pub wide_units: bool,
+    /// [`super::super::Features::bf16_vectors`]
+    pub bf16_vectors: bool,
     /// Bytes of the core's memory that it may take.
     pub memory: usize,
 }
@@ -178,11 +182,12 @@ impl RoundedProduct {
     fn round(&self, k: &mut Kernel, part: Part, blocks: Blocks, terms: usize) {
         let width = run_of(terms);
         let columns = || (0..terms).step_by(width);
+        let rounding = Rounding::of_aqt(self.bf16_vectors);
         for row in (0..part.rows).step_by(TILE_ROWS) {
             let first = k.row(part.first + row);
             let load = |k: &mut Kernel, at: usize| {
                 let x = k.load_part(0, first, TILE_ROWS, at..at + width);
-                k.convert(x, DType::F32)
+                k.convert(x, rounding.vectors())
             };
             let mut highest: Option<KernelValue> = None;
             for at in columns() {
@@ -196,6 +201,7 @@ impl RoundedProduct {
             let Some(highest) = highest else {
                 continue;
             };
+            let highest = k.convert(highest, DType::F32);
             let absmax = k.row_max(highest);
             let (inverse, scale) = scales(k, absmax);
             k.keep(part.scale, scale, [row, 0]);
@@ -210,7 +216,7 @@ impl RoundedProduct {
                     row: first,
                     column: at,
                 });
-                let integers = integers(k, x, inverse, noise);
+                let integers = rounding.integers(k, x, inverse, noise);
                 k.keep(part.integers, integers, [row, at]);
             }
         }

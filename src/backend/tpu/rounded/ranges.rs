@@ -89,7 +89,7 @@ impl KernelCall for ColumnRanges {
         let mut k = Kernel::new(grid, self.windows(array, width).to_vec());
         k.memory = self.memory;
         k.share_last_dims();
-        let highest = absmax(&mut k, 0, rows, 0..width, Tiles::Loop);
+        let highest = absmax(&mut k, 0, rows, 0..width, Tiles::Loop, DType::F32);
         k.store(highest, [0, 0]);
         Some(k)
     }
