@@ -16,8 +16,14 @@ use super::{TILE_ROWS, noise_windows};
 /// Columns and rows of a block, at most.
 const MOST_COLUMNS: usize = 1280;
 const MOST_ROWS: usize = 512;
+/// Terms of a block of so many rows that has all columns, at most; of more terms it has half as many rows. On a v5p 4,096 rows of 640
+/// terms and 640 columns take 12,381 cycles so, and 13,434 with fewer rows; of 1,280 terms, which are rounded at random, 39,805 and 39,030.
+const MOST_TERMS_OF_MANY_ROWS: usize = 640;
 /// Parts of a block's rows. On a v5p 1,024 rows of 1,280 terms that are rounded at random take 12,561 cycles so, and 14,981 in one.
 const PARTS: usize = 4;
+/// The same for wide matrix units, which take longer to load weights than to multiply few rows with them: 4,096 rows of 1,280 terms and 1,280 columns
+/// take 26,462 cycles on a v6e in blocks of 512 rows, 36,590 in four parts, and 64,193 in four parts of 256 rows.
+const PARTS_FOR_WIDE_UNITS: usize = 2;
 /// Terms of rows that are multiplied in parts, at most: 4,096 rows of 5,120 take 148,443 cycles so, and 122,127 in one. Nor do parts help
 /// where rows are rounded in a step of their own, which is the first of several blocks of columns.
 const MOST_TERMS_IN_PARTS: usize = 2560;
@@ -79,7 +85,8 @@ impl RoundedProduct {
             return None;
         }
         let width = block_of_columns(columns, MOST_COLUMNS)?;
-        let most = match width < columns {
+        let many_rows = width < columns || self.wide_units || terms <= MOST_TERMS_OF_MANY_ROWS;
+        let most = match many_rows {
             true => MOST_ROWS,
             false => MOST_ROWS / 2,
         };
@@ -94,7 +101,7 @@ impl RoundedProduct {
     /// Bytes of the core's memory: windows, scratch, and sums.
     fn bytes(&self, blocks: Blocks, terms: usize) -> usize {
         let mut kernel = Kernel::new(Vec::new(), self.windows(blocks, terms));
-        parts(&mut kernel, blocks, terms);
+        self.parts(&mut kernel, blocks, terms);
         kernel.window_bytes() + kernel.scratch_bytes() + blocks.rows * blocks.columns * 4
     }
 
@@ -155,7 +162,7 @@ impl RoundedProduct {
         let grid = blocks.grid;
         let mut k = Kernel::new(grid.to_vec(), self.windows(blocks, terms));
         k.memory = self.memory;
-        let parts = parts(&mut k, blocks, terms);
+        let parts = self.parts(&mut k, blocks, terms);
         let several = grid[1] > 1;
         if several {
             k.when_first(1, |k| {
@@ -176,6 +183,27 @@ impl RoundedProduct {
             self.multiply(&mut k, *part, blocks, terms);
         }
         k
+    }
+
+    /// The rows of a block in parts of whole tiles, or all of them.
+    fn parts(&self, k: &mut Kernel, blocks: Blocks, terms: usize) -> Vec<Part> {
+        let overlaps = blocks.grid[1] == 1 && terms <= MOST_TERMS_IN_PARTS;
+        let most = match self.wide_units {
+            true => PARTS_FOR_WIDE_UNITS,
+            false => PARTS,
+        };
+        let count = match overlaps && blocks.rows.is_multiple_of(most * TILE_ROWS) {
+            true => most,
+            false => 1,
+        };
+        let rows = blocks.rows / count;
+        let part = |at: usize| Part {
+            first: at * rows,
+            rows,
+            integers: k.scratch(DType::S8, [rows, terms]),
+            scale: k.scratch(DType::F32, [rows, 1]),
+        };
+        (0..count).map(part).collect()
     }
 
     /// Keeps some rows of a block as integers, with their scales.
@@ -308,23 +336,6 @@ impl RoundedProduct {
             && expected.iter().eq(rest.iter().copied());
         fits.then_some([rows, terms, columns])
     }
-}
-
-/// The rows of a block in [`PARTS`] parts of whole tiles, or all of them.
-fn parts(k: &mut Kernel, blocks: Blocks, terms: usize) -> Vec<Part> {
-    let overlaps = blocks.grid[1] == 1 && terms <= MOST_TERMS_IN_PARTS;
-    let count = match overlaps && blocks.rows.is_multiple_of(PARTS * TILE_ROWS) {
-        true => PARTS,
-        false => 1,
-    };
-    let rows = blocks.rows / count;
-    let part = |at: usize| Part {
-        first: at * rows,
-        rows,
-        integers: k.scratch(DType::S8, [rows, terms]),
-        scale: k.scratch(DType::F32, [rows, 1]),
-    };
-    (0..count).map(part).collect()
 }
 
 impl KernelCall for RoundedProduct {
