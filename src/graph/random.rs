@@ -37,7 +37,7 @@ fn word(b: &Builder, x: Tensor, value: u32) -> Result<Tensor> {
 
 fn rotate_left(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
     let left = b.binary(Binary::ShiftLeft, x, word(b, x, bits)?)?;
-    let right = b.binary(Binary::ShiftRightLogical, x, word(b, x, 32 - bits)?)?;
+    let right = shift_right(b, x, 32 - bits)?;
     b.binary(Binary::Or, left, right)
 }
 
@@ -115,7 +115,7 @@ impl Position {
         let last = dims.len().saturating_sub(1);
         let of_row = |rows: u32| {
             let row = position_among(b, dims, last)?;
-            b.binary(Binary::ShiftRightLogical, row, word(b, row, rows)?)
+            shift_right(b, row, rows)
         };
         Ok(Position {
             high: rows_of_word(dims, most).map(of_row).transpose()?,
@@ -160,7 +160,7 @@ fn blocks(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<[Tensor; 2]> {
 
 /// `u32` bits as `f32` in `[0, 1)`, from their 24 highest.
 fn unit(b: &Builder, bits: Tensor) -> Result<Tensor> {
-    let top = b.binary(Binary::ShiftRightLogical, bits, word(b, bits, 8)?)?;
+    let top = shift_right(b, bits, 8)?;
     b.mul_scalar(b.convert(top, DType::F32)?, 2f64.powi(-24))
 }
 
@@ -185,8 +185,8 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
 /// Every element that is rounded takes one, so it has to be cheap and unbiased, but not Threefry. Four rows share a word, each takes a
 /// byte of it, the first the lowest, where TPUs and processors keep integers of 8 bits: one hash is made for four elements. Bytes are enough, as a step of int8
 /// then goes up with a probability that is wrong by at most 2^-9 (Qwix's `low_bit_uniform`); and such noise is a number of bfloat16. The
-/// hash is that of [`rounding_bits`], but that positions are multiplied first, which kernels do for a whole block at once. Correlations of elements at
-/// 22 distances, and of columns and rows of matrices, are those of independent numbers.
+/// hash is that of [`rounding_bits`], but that positions are multiplied first, which kernels do for a whole block at once. Pairs of elements at
+/// 16 distances, of the same row, of neighbouring ones and of those that share words, are as even as those of independent numbers.
 ///
 /// # Errors
 /// None for the words of a key.
@@ -202,8 +202,8 @@ pub fn rounding_noise(
 /// What [`rounding_noise`] multiplies positions with.
 pub const POSITION_FACTOR: u32 = 0x9E37_79B1;
 
-/// Rows that share the words of [`rounding_noise`], as a power of two.
-pub const ROWS_OF_NOISE: u32 = 2;
+/// Rows that share the words of [`rounding_noise`], a byte for each.
+pub const ROWS_OF_NOISE: u32 = 4;
 
 /// Of a tensor whose positions take a word for each `most` elements.
 fn noise_of(
@@ -216,11 +216,12 @@ fn noise_of(
     let last = dims.len().saturating_sub(1);
     let row = position_among(b, dims, last)?;
     let rows_of_word = rows_of_word(dims, most);
-    let of_row = |rows: u32| b.binary(Binary::ShiftRightLogical, row, word(b, row, rows)?);
-    let [high, low] = words_of(b, key, stream, rows_of_word.map(of_row).transpose()?)?;
+    let words = rows_of_word.map(|rows| shift_right(b, row, rows));
+    let [high, low] = words_of(b, key, stream, words.transpose()?)?;
     let times = |x: Tensor, factor: u32| b.mul(x, word(b, x, factor)?);
-    let columns = dims.last().map_or(1, |columns| *columns as u64 % WORD);
-    let mut position = times(of_row(ROWS_OF_NOISE)?, columns as u32)?;
+    let columns = dims.last().map_or(1, |columns| *columns as u32);
+    let shared = shift_right(b, row, ROWS_OF_NOISE.ilog2())?;
+    let mut position = times(shared, columns)?;
     if !dims.is_empty() {
         position = b.add(position, b.iota(b.shape(row), last)?)?;
     }
@@ -229,7 +230,7 @@ fn noise_of(
     let x = times(shift_xor(b, x, 16)?, ROUNDING_FACTORS[0])?;
     let x = times(shift_xor(b, x, 15)?, ROUNDING_FACTORS[1])?;
     let x = shift_xor(b, x, 16)?;
-    let place = b.binary(Binary::And, row, word(b, row, (1 << ROWS_OF_NOISE) - 1)?)?;
+    let place = b.binary(Binary::And, row, word(b, row, ROWS_OF_NOISE - 1)?)?;
     let upper = b.binary(Binary::ShiftRightLogical, x, times(place, 8)?)?;
     let byte = b.binary(Binary::And, upper, word(b, upper, 0xFF)?)?;
     let byte = b.binary(Binary::Xor, byte, word(b, byte, 0x80)?)?;
@@ -295,8 +296,12 @@ fn words_of(
     Ok([high, low])
 }
 
+fn shift_right(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
+    b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)
+}
+
 fn shift_xor(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
-    let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
+    let shifted = shift_right(b, x, bits)?;
     b.binary(Binary::Xor, x, shifted)
 }
 
@@ -308,14 +313,14 @@ pub fn rounding_noise_at(
     [row, column]: [u32; 2],
     columns: u32,
 ) -> f32 {
-    let position = (row >> ROWS_OF_NOISE)
+    let position = (row / ROWS_OF_NOISE)
         .wrapping_mul(columns)
         .wrapping_add(column);
     let x =
         position.wrapping_mul(POSITION_FACTOR).wrapping_add(low) ^ high.wrapping_add(stream.salt());
     let x = (x ^ (x >> 16)).wrapping_mul(ROUNDING_FACTORS[0]);
     let x = (x ^ (x >> 15)).wrapping_mul(ROUNDING_FACTORS[1]);
-    let place = row as usize % (1 << ROWS_OF_NOISE);
+    let place = (row % ROWS_OF_NOISE) as usize;
     let byte = (x ^ (x >> 16)).to_le_bytes()[place] as i8;
     (f32::from(byte) + 0.5) / 256.0
 }

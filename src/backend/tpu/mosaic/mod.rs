@@ -6,6 +6,7 @@
 //! register.
 
 mod eval;
+mod noise;
 mod text;
 
 use std::collections::BTreeSet;
@@ -14,6 +15,7 @@ use std::ops::Range;
 use crate::dtype::DType;
 
 pub use eval::evaluated;
+pub use noise::Noise;
 pub use text::{CostEstimate, MOST_VMEM_BYTES, VMEM_BYTES, backend_config, most_bytes};
 
 /// Lanes of a vector register.
@@ -175,23 +177,6 @@ enum Op {
         body: Vec<Statement>,
         next: Vec<Value>,
     },
-}
-
-/// Where a matrix lies in a tensor of rows that is rounded with noise, and what the noise is made from.
-#[derive(Clone, Copy, Debug)]
-pub struct Noise {
-    /// The window of the key's two words, and that of the row of the tensor that the kernel's first row is.
-    pub windows: [usize; 2],
-    /// Columns of the tensor.
-    pub columns: usize,
-    /// [`crate::graph::random::rows_in_a_word`] of the tensor. The matrix lies in one word.
-    pub rows_in_a_word: Option<u32>,
-    /// The dimension of the grid that counts blocks of rows, and one that counts blocks of columns; with rows and columns of a
-    /// block.
-    pub blocks: [Option<(usize, usize)>; 2],
-    /// The matrix's first row and first column within the block.
-    pub row: Value,
-    pub column: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -766,17 +751,6 @@ impl Kernel {
             columns,
         };
         self.push(of, Op::Interleave([even, odd]))
-    }
-
-    /// Noise of stochastic rounding, in `F32` or `BF16`: [`crate::graph::random::rounding_noise_at`] of each element's
-    /// position in the tensor, in a stream of its key's own. Of whole tiles of `s8`.
-    pub fn noise(&mut self, noise: Noise, dtype: DType, [rows, columns]: [usize; 2]) -> Value {
-        let of = Type::Matrix {
-            dtype,
-            rows,
-            columns,
-        };
-        self.push(of, Op::Noise(noise))
     }
 
     /// `lhs rhs^T + start`.

@@ -9,11 +9,9 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::dtype::DType;
-use crate::graph::random::{POSITION_FACTOR, ROUNDING_FACTORS, ROWS_OF_NOISE, WORDS_FACTOR};
 
 use super::{
-    Binary, Counter, Kernel, LANES, Noise, Op, Place, Reduction, Statement, Type, Unary, Value,
-    Window,
+    Binary, Counter, Kernel, LANES, Op, Place, Reduction, Statement, Type, Unary, Value, Window,
 };
 
 /// Bytes of the core's memory that a kernel takes; what the compiler gives it by default.
@@ -186,7 +184,7 @@ impl Kernel {
         }
     }
 
-    fn memref(&self, window: usize) -> String {
+    pub(super) fn memref(&self, window: usize) -> String {
         let entry = self.entry("1x", window);
         let Window {
             dtype,
@@ -532,17 +530,8 @@ impl Kernel {
                 )
             }
             Op::Noise(noise) => {
-                if let Some(Type::Matrix { rows, columns, .. }) = result.map(|v| self.type_of(v)) {
-                    let of_rows = |dtype, rows| {
-                        vector(Type::Matrix {
-                            dtype,
-                            rows,
-                            columns,
-                        })
-                    };
-                    let bytes = of_rows(DType::S8, rows);
-                    let words = of_rows(DType::S32, rows >> ROWS_OF_NOISE);
-                    self.noise_text(text, *noise, &name, [&of, &bytes, &words]);
+                if let Some(value) = result {
+                    self.noise_text(text, *noise, value);
                 }
                 return;
             }
@@ -588,103 +577,6 @@ impl Kernel {
         text.push('\n');
     }
 
-    /// [`crate::graph::random::rounding_noise_at`] of the position of each element.
-    fn noise_text(&self, text: &mut String, noise: Noise, name: &str, of: [&str; 3]) {
-        let [of, bytes, bits] = of;
-        let mut lines = Lines {
-            text,
-            name,
-            count: 0,
-        };
-        let number =
-            |lines: &mut Lines, number: usize| lines.push(format!("arith.constant {number} : i32"));
-        let word = |lines: &mut Lines, window: usize, at: usize| {
-            let memory = self.memref(window);
-            let at = lines.push(format!("arith.constant {at} : index"));
-            lines.push(format!(
-                "memref.load %w{window}[%zero, %zero, {at}] : {memory}"
-            ))
-        };
-        let [key, first] = noise.windows;
-        let [high, low] = [0, 1].map(|at| word(&mut lines, key, at));
-        let first = word(&mut lines, first, 0);
-        let row = self::name(noise.row);
-        let row = lines.push(format!("arith.index_cast {row} : index to i32"));
-        let row = lines.push(format!("arith.addi {row}, {first} : i32"));
-        let column = number(&mut lines, noise.column);
-        let mut place = [row, column];
-        for (at, block) in place.iter_mut().zip(noise.blocks) {
-            if let Some((dim, size)) = block {
-                let size = number(&mut lines, size);
-                let origin = lines.push(format!("arith.muli %g{dim}, {size} : i32"));
-                *at = lines.push(format!("arith.addi {at}, {origin} : i32"));
-            }
-        }
-        let [row, column] = place;
-        let low = match noise.rows_in_a_word {
-            Some(rows) => {
-                let rows = number(&mut lines, rows as usize);
-                let of_row = lines.push(format!("arith.shrui {row}, {rows} : i32"));
-                let factor = lines.push(format!("arith.constant {} : i32", WORDS_FACTOR as i32));
-                let more = lines.push(format!("arith.muli {of_row}, {factor} : i32"));
-                lines.push(format!("arith.addi {low}, {more} : i32"))
-            }
-            None => low,
-        };
-        let shared = number(&mut lines, ROWS_OF_NOISE as usize);
-        let row = lines.push(format!("arith.shrui {row}, {shared} : i32"));
-        let columns = number(&mut lines, noise.columns);
-        let origin = lines.push(format!("arith.muli {row}, {columns} : i32"));
-        let origin = lines.push(format!("arith.addi {origin}, {column} : i32"));
-        let factor = lines.push(format!("arith.constant {} : i32", POSITION_FACTOR as i32));
-        let origin = lines.push(format!("arith.muli {origin}, {factor} : i32"));
-        let origin = lines.push(format!("arith.addi {origin}, {low} : i32"));
-        let [origin, high] = [origin, high]
-            .map(|word| lines.push(format!("vector.broadcast {word} : i32 to {bits}")));
-
-        let splat = |lines: &mut Lines, number: u32| {
-            lines.push(format!("arith.constant dense<{}> : {bits}", number as i32))
-        };
-        let apply = |lines: &mut Lines, op: &str, a: &str, b: &str| {
-            lines.push(format!("arith.{op} {a}, {b} : {bits}"))
-        };
-        let times = |lines: &mut Lines, x: &str, factor: u32| {
-            let factor = splat(lines, factor);
-            apply(lines, "muli", x, &factor)
-        };
-        // What is the same for all matrices of this size is computed once.
-        let strides = [noise.columns as u32, 1].map(|stride| stride.wrapping_mul(POSITION_FACTOR));
-        let [rows, along] = [0, 1].map(|dim| {
-            let index = lines.push(format!(
-                "tpu.iota {{dimensions = array<i32: {dim}>}} : {bits}"
-            ));
-            times(&mut lines, &index, strides[dim])
-        });
-        let within = apply(&mut lines, "addi", &rows, &along);
-        let x = apply(&mut lines, "addi", &within, &origin);
-        let mut x = apply(&mut lines, "xori", &x, &high);
-        for (by, factor) in [16, 15].into_iter().zip(ROUNDING_FACTORS) {
-            let by = splat(&mut lines, by);
-            let upper = apply(&mut lines, "shrui", &x, &by);
-            x = apply(&mut lines, "xori", &x, &upper);
-            x = times(&mut lines, &x, factor);
-        }
-
-        let by = splat(&mut lines, 16);
-        let upper = apply(&mut lines, "shrui", &x, &by);
-        let x = apply(&mut lines, "xori", &x, &upper);
-
-        // Each word becomes a byte of four rows.
-        let steps = lines.push(format!("tpu.bitcast {x} : {bits} -> {bytes}"));
-        let steps = lines.push(format!("arith.sitofp {steps} : {bytes} to {of}"));
-        let [step, middle] = [256, 512].map(|part| {
-            let number = 1.0 / f64::from(part);
-            lines.push(format!("arith.constant dense<{number:e}> : {of}"))
-        });
-        let low = lines.push(format!("arith.mulf {steps}, {step} : {of}"));
-        let _ = writeln!(lines.text, "{name} = arith.addf {low}, {middle} : {of}");
-    }
-
     fn repetition(
         &self,
         text: &mut String,
@@ -726,24 +618,6 @@ impl Kernel {
     }
 }
 
-/// The operations of a value that takes several.
-struct Lines<'a> {
-    text: &'a mut String,
-    /// Of the value.
-    name: &'a str,
-    count: usize,
-}
-
-impl Lines<'_> {
-    /// Appends an operation; gives the name of its result.
-    fn push(&mut self, op: String) -> String {
-        self.count += 1;
-        let name = format!("{}_{}", self.name, self.count);
-        let _ = writeln!(self.text, "{name} = {op}");
-        name
-    }
-}
-
 /// How Mosaic counts the steps of a grid.
 struct Steps {
     /// Of the functions that see a step's place.
@@ -770,7 +644,7 @@ fn semantics(is_ordered: bool) -> &'static str {
     }
 }
 
-fn vector(of: Type) -> String {
+pub(super) fn vector(of: Type) -> String {
     match of {
         Type::Row => "index".to_string(),
         Type::Matrix {
@@ -786,7 +660,7 @@ fn memory(of: Type) -> String {
     vector(of).replacen("vector<", "memref<", 1)
 }
 
-fn name(value: Value) -> String {
+pub(super) fn name(value: Value) -> String {
     format!("%v{}", value.0)
 }
 
