@@ -7,7 +7,9 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, linear};
+use maxdiff::nn::{
+    Attention, Linear, Precision, attention, gated_gelu, linear, upsample_nearest_2x,
+};
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::report::{kernel_calls, kernel_calls_before};
 use maxdiff::shape::Shape;
@@ -124,6 +126,47 @@ fn the_gated_gelu_and_its_derivative_are_their_bodies() {
     }
 }
 
+/// An image in bf16 with every pixel twice in both directions, and its gradient: images, height, width, channels.
+fn upsampling(dims: [usize; 4]) -> Graph {
+    let b = Builder::new();
+    let input =
+        |name: &str, dims: [usize; 4]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let x = input("x", dims);
+    let [images, height, width, channels] = dims;
+    let gradient = input("gradient", [images, 2 * height, 2 * width, channels]);
+    let y = upsample_nearest_2x(&b.root("m"), x).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[x]).unwrap();
+    b.output("y", y, None).unwrap();
+    b.output("gradient of x", found[0], None).unwrap();
+    b.finish()
+}
+
+#[test]
+fn upsampling_and_its_derivative_are_their_bodies() {
+    // One row; several images and channels that fill no register; more pixels than a register has lanes; then rows that make no
+    // tile.
+    let cases = [
+        ([1, 1, 16, 128], 2),
+        ([2, 3, 32, 20], 2),
+        ([1, 2, 144, 8], 2),
+        ([1, 2, 24, 128], 0),
+    ];
+    for (case, count) in cases {
+        let graph = upsampling(case);
+        let kernels = claim_training(&graph, Chip::V5e.features(), 1, &[]).unwrap();
+        assert_eq!(calls(&kernels), count, "{case:?}");
+        // The operations round each sum to bf16, by up to 2^-9 (2e-3).
+        are_near(&graph, &kernels, 5e-3);
+    }
+}
+
+#[test]
+fn images_that_devices_share_stay_the_compilers() {
+    let graph = upsampling([1, 4, 32, 128]);
+    let kernels = claim_training(&graph, Chip::V5e.features(), 2, &[]).unwrap();
+    assert_eq!(calls(&kernels), 0);
+}
+
 /// The gradient of a block's input. With `recomputed` the block's values are computed again for it.
 fn block(recomputed: bool) -> Graph {
     let b = Builder::new();
@@ -222,6 +265,11 @@ fn every_chip_takes_the_derivatives_kernels() {
 #[test]
 fn every_chip_takes_the_kernels_of_gates() {
     every_chip_takes(&gates([1, 128, 2560]), |_| 2);
+}
+
+#[test]
+fn every_chip_takes_the_kernels_of_upsampling() {
+    every_chip_takes(&upsampling([1, 32, 32, 1280]), |_| 2);
 }
 
 /// Every kind of TPU compiles the kernels of a training step, of which there are so many.

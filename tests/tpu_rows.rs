@@ -39,7 +39,7 @@ fn trained_attention(chip: Chip) -> Graph {
     annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap()).unwrap();
     let forward = b
         .finish()
-        .inline_composites(&|kind, body| !claims_in_training(kind, body, chip.features(), 1, true));
+        .inline_composites(&|kind, body| !claims_in_training(kind, body, chip.features(), 1));
     let b = Builder::resume(forward);
     let outputs = b.take_outputs();
     let values: Vec<Tensor> = outputs.into_iter().map(|(_, value)| value).collect();

@@ -46,7 +46,7 @@ fn blocks(tokens: usize, chip: Option<Chip>) -> Graph {
     }
     annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap()).unwrap();
     let forward = b.finish().inline_composites(&|kind, body| {
-        !chip.is_some_and(|chip| claims_in_training(kind, body, chip.features(), 1, true))
+        !chip.is_some_and(|chip| claims_in_training(kind, body, chip.features(), 1))
     });
     let b = Builder::resume(forward);
     let values: Vec<Tensor> = b

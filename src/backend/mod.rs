@@ -166,20 +166,14 @@ impl Backend {
     }
 
     /// Whether a composite of a training step's forward pass stays whole, for [`Backend::claim_training`] with as many `parts`. Its
-    /// derivative then computes the body again. `rounds`: whether products of the step are of operands that it rounds.
-    pub fn claims_in_training(
-        &self,
-        kind: &Composite,
-        body: &Graph,
-        parts: usize,
-        rounds: bool,
-    ) -> bool {
+    /// derivative then computes the body again.
+    pub fn claims_in_training(&self, kind: &Composite, body: &Graph, parts: usize) -> bool {
         match self {
             Backend::Cpu { kernels: true } => cpu::claims_in_training(kind, body),
             Backend::Tpu {
                 kernels: true,
                 features,
-            } => tpu::claims_in_training(kind, body, *features, parts, rounds),
+            } => tpu::claims_in_training(kind, body, *features, parts),
             Backend::Cpu { kernels: false }
             | Backend::Gpu { .. }
             | Backend::Tpu { kernels: false, .. } => false,

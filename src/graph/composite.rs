@@ -121,6 +121,7 @@ impl Composite {
                 Composite::GroupNorm { .. } => "group_norm_gradient",
                 Composite::LayerNorm { .. } => "layer_norm_gradient",
                 Composite::GatedGelu => "gated_gelu_gradient",
+                Composite::UpsampleNearest2x => "upsample_nearest_2x_gradient",
                 _ => "gradient",
             },
             Composite::BlockwiseAdamW(_) => "adamw_8bit",
@@ -132,9 +133,10 @@ impl Composite {
     pub fn has_gradient(&self, operands: usize) -> bool {
         match self {
             Composite::Attention { causal: false } => operands == 3,
-            Composite::GroupNorm { .. } | Composite::LayerNorm { .. } | Composite::GatedGelu => {
-                true
-            }
+            Composite::GroupNorm { .. }
+            | Composite::LayerNorm { .. }
+            | Composite::GatedGelu
+            | Composite::UpsampleNearest2x => true,
             _ => false,
         }
     }

@@ -29,6 +29,8 @@ named! {
         /// The gated GELU with its derivative, as a training step has it.
         GatedGeluTraining = "gated_gelu_training",
         UpsampleNearest2x = "upsample_nearest_2x",
+        /// Upsampling with its derivative, as a training step has it.
+        UpsampleNearest2xTraining = "upsample_nearest_2x_training",
         /// Upsampling with the convolution behind it.
         Upsample2x = "upsample_2x",
         Linear = "linear",
@@ -101,7 +103,7 @@ impl Layer {
             Layer::GatedGelu | Layer::GatedGeluTraining => {
                 &[("batch", 2), ("tokens", 4096), ("features", 5120)]
             }
-            Layer::UpsampleNearest2x | Layer::Upsample2x => &[
+            Layer::UpsampleNearest2x | Layer::UpsampleNearest2xTraining | Layer::Upsample2x => &[
                 ("batch", 2),
                 ("height", 64),
                 ("width", 64),
@@ -149,6 +151,7 @@ impl Layer {
             self,
             Layer::AttentionTraining
                 | Layer::GatedGeluTraining
+                | Layer::UpsampleNearest2xTraining
                 | Layer::LinearTraining
                 | Layer::Conv2dTraining
         )
@@ -262,9 +265,10 @@ impl Case {
             (Layer::GatedGelu | Layer::GatedGeluTraining, &[batch, tokens, features]) => {
                 nn::gated_gelu(&m, input("x", &[batch, tokens, features])?)?
             }
-            (Layer::UpsampleNearest2x, &[batch, height, width, channels]) => {
-                nn::upsample_nearest_2x(&m, input("x", &[batch, height, width, channels])?)?
-            }
+            (
+                Layer::UpsampleNearest2x | Layer::UpsampleNearest2xTraining,
+                &[batch, height, width, channels],
+            ) => nn::upsample_nearest_2x(&m, input("x", &[batch, height, width, channels])?)?,
             (Layer::Upsample2x, &[batch, height, width, channels]) => {
                 let x = input("x", &[batch, height, width, channels])?;
                 nn::upsample_2x(&m, x, [2 * height, 2 * width], precision)?

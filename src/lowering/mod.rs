@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::graph::{
-    Builder, Composite, Graph, GraphError, Input, Node, Op, Staged, flops, roll, stacked, stage,
+    Builder, Composite, Graph, GraphError, Input, Op, Staged, flops, roll, stacked, stage,
 };
 use crate::quant::{self, Product, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
@@ -329,10 +329,8 @@ fn trained(
     let stacks = scan.filter(|_| update.takes_stacks);
     let parts = target.map_or(1, |target| target.parts);
     let differentiate = |graph: &Graph| {
-        let is_rounded = |node: &Node| matches!(&node.op, Op::DotGeneral { quant: Some(_), .. });
-        let rounds = graph.nodes.iter().any(is_rounded);
         let is_claimed =
-            |kind: &Composite, body: &Graph| backend.claims_in_training(kind, body, parts, rounds);
+            |kind: &Composite, body: &Graph| backend.claims_in_training(kind, body, parts);
         let sums = Sums {
             between_devices: parts > 1,
             may_narrow: &|weight| target.is_none_or(|target| target.narrows(weight)),

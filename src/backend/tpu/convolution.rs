@@ -27,6 +27,10 @@ const IMAGES: usize = 3;
 /// Pixels and result's channels of a block, at most.
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
+/// Instructions of wide matrix units in a block of a training step, at most. libtpu's simulator compares each access to the core's
+/// memory with all before it in code without loops: a step has some twenty such kernels, and those of twice as many instructions take
+/// four times as long, for 1 to 3 % fewer cycles.
+const MOST_INSTRUCTIONS: usize = 8_192;
 /// Pixels of a block whose weights are widened inside, if so many fit: with 64 of them 1,280 channels of 32x32 pixels took 1.5
 /// times the cycles on v5e.
 const LEAST_PIXELS: usize = 512;
@@ -153,7 +157,9 @@ impl Convolution {
         // What the compiler puts there itself is not counted.
         let most = most_bytes(self.features.kernel_memory);
         let blocks = blocks(self.height, self.width, sizes.outputs);
-        let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= most);
+        let fitting = blocks.filter(|block| {
+            is_known && self.is_short(*block, sizes) && self.bytes(*block, sizes) <= most
+        });
         fitting.min_by_key(|block| {
             let missing = match self.widens() {
                 true => LEAST_PIXELS.saturating_sub(block.image_rows * self.width),
@@ -164,6 +170,16 @@ impl Convolution {
                 .multiplied_columns(sizes.outputs, block.columns);
             (missing, multiplied, self.bytes_read(*block, sizes))
         })
+    }
+
+    /// Whether what a block is computed with is soon compiled and simulated.
+    fn is_short(&self, block: Block, sizes: Sizes) -> bool {
+        let is_of_training = matches!(self.weights, Weights::Places | Weights::Reversed);
+        let of_units = self.features.columns_of_units();
+        let [terms, columns] = [sizes.inputs, block.columns].map(|n| n.div_ceil(of_units));
+        let tiles = (block.image_rows * self.width).div_ceil(TILE_ROWS[1]);
+        let instructions = self.side * self.side * terms * columns * tiles;
+        !is_of_training || !self.features.wide_units || instructions <= MOST_INSTRUCTIONS
     }
 
     /// Whether weights are widened inside.

@@ -25,6 +25,8 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
         && shapes[0].dtype == DType::BF16
         && match layer {
             Composite::Attention { .. } => takes(shapes[0], shapes[1], shapes[2]),
+            // XLA's own operations.
+            Composite::UpsampleNearest2x => false,
             _ => true,
         };
     let results = body.outputs.iter().map(|y| &body.nodes[y.node as usize]);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Op, Reduction, Tensor, TensorFormat};
+use crate::graph::{Builder, Composite, Graph, Op, Reduction, Tensor, TensorFormat};
 use crate::quant::scale_of;
 
 use super::super::channels::TILE;
@@ -84,7 +84,10 @@ pub(super) fn upsample(b: &Builder, x: Tensor) -> Result<Option<Tensor>> {
     let Some([batch, height, width, channels]) = of_bf16(b, x) else {
         return Ok(None);
     };
-    let kernel = Upsample { width };
+    let kernel = Upsample {
+        width,
+        derivative: false,
+    };
     if !kernel.fits(channels) || height == 0 {
         return Ok(None);
     }
@@ -92,6 +95,36 @@ pub(super) fn upsample(b: &Builder, x: Tensor) -> Result<Option<Tensor>> {
     let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels])?;
     b.reshape(y, &[batch, 2 * height, 2 * width, channels])
         .map(Some)
+}
+
+/// Whether [`super::claim_training`] may take a composite: the upsampling of an image in bf16 whose rows make whole tiles, and its
+/// derivative.
+pub(super) fn is_upsampling(kind: &Composite, body: &Graph) -> bool {
+    let is_upsampling = match kind {
+        Composite::UpsampleNearest2x => true,
+        Composite::Gradient { of, .. } => matches!(**of, Composite::UpsampleNearest2x),
+        _ => false,
+    };
+    let Some(x) = body.inputs.first().map(|input| &input.shape) else {
+        return false;
+    };
+    let &[_, height, width, channels] = &x.dims[..] else {
+        return false;
+    };
+    let fits = [false, true].map(|derivative| Upsample { width, derivative }.fits(channels));
+    is_upsampling && x.dtype == DType::BF16 && height > 0 && fits == [true; 2]
+}
+
+/// The gradient of an image, of the dimensions `dims`, from that of the image with every pixel twice in both directions.
+pub(super) fn upsampling_gradient(b: &Builder, gradient: Tensor, dims: &[usize]) -> Result<Tensor> {
+    let [batch, height, width, channels] = [0, 1, 2, 3].map(|d| dims[d]);
+    let kernel = Upsample {
+        width,
+        derivative: true,
+    };
+    let pixels = b.reshape(gradient, &[batch, 4 * height * width, channels])?;
+    let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels])?;
+    b.reshape(y, dims)
 }
 
 /// The images `a` and `c` along dimension `dim`; `None` where the kernel does not take them: channels alone, the first of

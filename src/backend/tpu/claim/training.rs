@@ -7,35 +7,35 @@ use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
+use super::image;
 use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{OfKernel, gradient_of_kernel, images};
 use super::{Result, is_split, rounded, rounding_of_sum};
 
-/// Whether [`claim_training`] may take a composite of a step, which then stays whole. `rounds`: whether the step's products are of
-/// operands that it rounds, and so kernels too. The compiler's own products read norms, and write what these need.
+/// Whether [`claim_training`] may take a composite of a step, which then stays whole.
 pub fn claims_in_training(
     kind: &Composite,
     body: &Graph,
     features: Features,
     parts: usize,
-    rounds: bool,
 ) -> bool {
     attention::is_claimed(kind, body, features)
         || gated::is_claimed(kind, body)
-        || (rounds && features.int8 && layer_norm::is_claimed(kind, body, features, parts))
+        || image::is_upsampling(kind, body)
+        || layer_norm::is_claimed(kind, body, features, parts)
 }
 
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
-/// - the gated GELU, layer norms that stayed whole, and their derivatives,
+/// - the gated GELU, layer norms that stayed whole, upsampling, and their derivatives,
 /// - 3x3 convolutions with the bias after them, and of the derivatives of their images, where that pays,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
 ///   weights, with the ranges of what they multiply where several of the `parts` parts of the batch share these. `is_split` says which
 ///   dimensions of each input devices share, and so how weights lie.
 ///
-/// Other products, and norms between them, are left to the compiler, which fuses them with what the derivative needs of them.
+/// Other products are left to the compiler, which fuses them with what the derivative needs of them.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -83,6 +83,18 @@ fn claim(
             }
             Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
                 gated(b, node, kind, copies, parts, features)
+            }
+            Op::Composite { kind, body }
+                if image::is_upsampling(kind, body) && is_split(&node.shape, parts) =>
+            {
+                let last = node.operands.last().map(|id| copies[*id as usize]);
+                match (kind, last) {
+                    (Composite::UpsampleNearest2x, Some(x)) => image::upsample(b, x),
+                    (_, Some(gradient)) => {
+                        image::upsampling_gradient(b, gradient, &node.shape.dims).map(Some)
+                    }
+                    _ => Ok(None),
+                }
             }
             Op::Composite { .. } | Op::Binary(Binary::Add) => norms.claim(b, i, copies),
             Op::Convolution { dims, .. } => {
