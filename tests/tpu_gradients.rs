@@ -8,7 +8,8 @@ use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, Graph, Keeps, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{
-    Attention, Linear, Precision, attention, gated_gelu, linear, upsample_nearest_2x,
+    Activation, Attention, GroupNorm, Linear, Precision, attention, gated_gelu, group_norm, linear,
+    upsample_nearest_2x,
 };
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::report::{kernel_calls, kernel_calls_before};
@@ -167,6 +168,52 @@ fn images_that_devices_share_stay_the_compilers() {
     assert_eq!(calls(&kernels), 0);
 }
 
+/// A group norm of images in bf16, with SiLU behind it if `silu`, and the gradients of its operands: images, height, width, channels,
+/// groups.
+fn norm_of_groups([images, height, width, channels, groups]: [usize; 5], silu: bool) -> Graph {
+    let b = Builder::new();
+    let shape = Shape::new(DType::BF16, [images, height, width, channels]);
+    let [x, gradient] = ["x", "gradient"].map(|name| b.input(name, shape.clone(), &[]).unwrap());
+    let layer = GroupNorm {
+        groups,
+        epsilon: 1e-5,
+        activation: silu.then_some(Activation::Silu),
+    };
+    let y = group_norm(&b.root("m").scope("norm"), x, layer, BF16).unwrap();
+    let [weight, bias] = ["m/norm.weight", "m/norm.bias"].map(|name| {
+        let input = b.with_graph(|g| g.inputs.iter().find(|i| i.name == name).cloned());
+        b.declare(input.unwrap()).unwrap()
+    });
+    let found = vjp(&b, &[(y, gradient)], &[x, weight, bias]).unwrap();
+    b.output("y", y, None).unwrap();
+    for (name, found) in ["x", "weight", "bias"].into_iter().zip(found) {
+        b.output(&format!("gradient of {name}"), found, None)
+            .unwrap();
+    }
+    b.finish()
+}
+
+#[test]
+fn group_norms_and_their_derivatives_are_their_bodies() {
+    // One tile; several images, channels that fill no register; several blocks of rows and more channels than are worked on at once;
+    // then rows that make no tile.
+    let cases = [
+        ([1, 4, 4, 128, 32], 4),
+        ([2, 4, 8, 40, 4], 4),
+        ([1, 32, 32, 640, 32], 4),
+        ([1, 3, 8, 128, 32], 0),
+    ];
+    for (case, count) in cases {
+        for silu in [false, true] {
+            let graph = norm_of_groups(case, silu);
+            let kernels = claim_training(&graph, Chip::V5e.features(), 1, &[]).unwrap();
+            assert_eq!(calls(&kernels), count, "{case:?}");
+            // The operations round SiLU and its derivative to bf16 between them, by up to 2^-9 (2e-3).
+            are_near(&graph, &kernels, 1e-2);
+        }
+    }
+}
+
 /// The gradient of a block's input. With `recomputed` the block's values are computed again for it.
 fn block(recomputed: bool) -> Graph {
     let b = Builder::new();
@@ -265,6 +312,12 @@ fn every_chip_takes_the_derivatives_kernels() {
 #[test]
 fn every_chip_takes_the_kernels_of_gates() {
     every_chip_takes(&gates([1, 128, 2560]), |_| 2);
+}
+
+#[test]
+fn every_chip_takes_the_kernels_of_group_norms() {
+    every_chip_takes(&norm_of_groups([1, 32, 64, 320, 32], true), |_| 4);
+    every_chip_takes(&norm_of_groups([2, 32, 32, 1280, 32], false), |_| 4);
 }
 
 #[test]

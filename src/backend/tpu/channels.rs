@@ -242,7 +242,7 @@ pub(super) fn block_rows([rows, channels]: [usize; 2], windows: usize) -> Option
 }
 
 /// Channels that are worked on at once.
-fn parts(channels: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn parts(channels: usize) -> impl Iterator<Item = Range<usize>> {
     let first = (0..channels).step_by(MOST_CHANNELS);
     first.map(move |first| first..channels.min(first + MOST_CHANNELS))
 }
@@ -276,6 +276,13 @@ pub(super) fn each_tile(
 /// `x * logistic(x)` of bf16, with one rounding.
 fn silu(k: &mut Kernel, x: KernelValue) -> KernelValue {
     let x = k.convert(x, DType::F32);
+    let logistic = logistic(k, x);
+    let y = k.mul(x, logistic);
+    k.convert(y, DType::BF16)
+}
+
+/// `1 / (1 + exp(-x))`.
+pub(super) fn logistic(k: &mut Kernel, x: KernelValue) -> KernelValue {
     let size = k.size(x);
     let mut number = |number: f64| k.splat(DType::F32, size, number);
     // Beyond the highest exponent, the power or its reciprocal is not finite.
@@ -284,9 +291,7 @@ fn silu(k: &mut Kernel, x: KernelValue) -> KernelValue {
     let exponent = k.min(exponent, highest);
     let power = k.exp2(exponent);
     let sum = k.add(power, one);
-    let logistic = k.inverse(sum);
-    let y = k.mul(x, logistic);
-    k.convert(y, DType::BF16)
+    k.inverse(sum)
 }
 
 fn refused(name: &'static str, operands: &[&Shape]) -> InferError {

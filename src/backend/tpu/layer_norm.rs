@@ -1,5 +1,5 @@
-//! Layer norms of training steps that round what is multiplied. In bfloat16 the compiler's products read and write what norms need on
-//! the way; where kernels multiply, norms and their derivatives are passes of their own.
+//! Layer norms of training steps. The compiler's products read and write some of what norms need on the way, but what is found of each row
+//! it computes in operations of their own, of at least 1.2 us on a v6e; with its derivative a norm has seven.
 
 use crate::dtype::DType;
 use crate::graph::{Batch, InferError};

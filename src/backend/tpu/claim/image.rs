@@ -1,4 +1,4 @@
-//! What the kernels compute of images `[batch, height, width, channels]`: group norms, ranges, upsampling.
+//! What the kernels compute of images `[batch, height, width, channels]`: ranges, upsampling.
 
 use std::sync::Arc;
 
@@ -6,17 +6,8 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, Op, Reduction, Tensor, TensorFormat};
 use crate::quant::scale_of;
 
-use super::super::channels::TILE;
-use super::super::{OfChannels, ScaleShift, SideBySide, Upsample};
+use super::super::{OfChannels, SideBySide, Upsample};
 use super::Result;
-
-/// The attributes of a group norm.
-#[derive(Clone, Copy)]
-pub(super) struct GroupNorm {
-    pub(super) groups: usize,
-    pub(super) epsilon: f64,
-    pub(super) silu: bool,
-}
 
 /// The scales of the images `x` in `format`; `None` where no kernel finds their largest magnitudes.
 pub(super) fn scale_of_images(
@@ -33,50 +24,6 @@ pub(super) fn scale_of_images(
     let highest = b.reduce(Reduction::Max, highest, &[1, 2])?;
     let highest = b.convert(highest, DType::BF16)?;
     scale_of(b, highest, format).map(Some)
-}
-
-/// The group norm of the image `x` with weight and bias `f32[channels]`: sums by one kernel, the norm of pixels by another,
-/// and between them a number for each channel. `None` where the kernels do not take it.
-pub(super) fn group_norm(
-    b: &Builder,
-    [x, weight, bias]: [Tensor; 3],
-    norm: GroupNorm,
-) -> Result<Option<Tensor>> {
-    let Some(dims) = of_bf16(b, x) else {
-        return Ok(None);
-    };
-    let [batch, height, width, channels] = dims;
-    if !ScaleShift::fits(height * width, channels) {
-        return Ok(None);
-    }
-    let Some(sums) = of_channels(b, x, dims, OfChannels::Sums)? else {
-        return Ok(None);
-    };
-    let size = channels / norm.groups;
-    let group_mean = |first: usize| -> Result<Tensor> {
-        let rows = b.slice_dim(sums, 1, first, first + TILE)?;
-        let rows = b.reshape(rows, &[batch, TILE, norm.groups, size])?;
-        let sum = b.sum(rows, &[1, 3])?;
-        b.mul_scalar(sum, 1.0 / (height * width * size) as f64)
-    };
-    let mean = group_mean(0)?;
-    let variance = b.sub(group_mean(TILE)?, b.square(mean)?)?;
-    let variance = b.max(variance, b.scalar(DType::F32, 0.0)?)?;
-    let inverse = b.rsqrt(b.add_scalar(variance, norm.epsilon)?)?;
-
-    let of_group =
-        |values: Tensor| b.broadcast_in_dim(values, &[0, 1], &[batch, norm.groups, size]);
-    let of_channel = |values: Tensor| b.reshape(values, &[norm.groups, size]);
-    let scale = b.mul(of_group(inverse)?, of_channel(weight)?)?;
-    let offset = b.mul(of_group(mean)?, scale)?;
-    let shift = b.sub(of_channel(bias)?, offset)?;
-    let row = |values: Tensor| b.reshape(values, &[batch, 1, channels]);
-    let scale_and_shift = b.concatenate(&[row(scale)?, row(shift)?], 1)?;
-
-    let pixels = b.reshape(x, &[batch, height * width, channels])?;
-    let kernel = Arc::new(ScaleShift { silu: norm.silu });
-    let y = b.push(Op::CustomCall(kernel), &[pixels, scale_and_shift])?;
-    b.reshape(y, &dims).map(Some)
 }
 
 /// The image `x` with every pixel twice in both directions; `None` where the kernel does not take it.
@@ -146,13 +93,13 @@ pub(super) fn concatenate(b: &Builder, images: [Tensor; 2], dim: usize) -> Resul
 }
 
 /// The dimensions of an image of bf16.
-fn of_bf16(b: &Builder, x: Tensor) -> Option<[usize; 4]> {
+pub(super) fn of_bf16(b: &Builder, x: Tensor) -> Option<[usize; 4]> {
     let shape = b.shape(x);
     let dims: [usize; 4] = shape.dims[..].try_into().ok()?;
     (shape.dtype == DType::BF16).then_some(dims)
 }
 
-fn of_channels(
+pub(super) fn of_channels(
     b: &Builder,
     x: Tensor,
     [batch, height, width, channels]: [usize; 4],

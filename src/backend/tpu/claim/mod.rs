@@ -5,6 +5,7 @@ mod contracted;
 mod convolution;
 mod doubled;
 mod gated;
+mod group_norm;
 mod image;
 mod layer_norm;
 mod narrow;
@@ -116,22 +117,11 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
             {
                 image::scale_of_images(b, x, *format)
             }
-            (
-                Composite::GroupNorm {
-                    groups,
-                    epsilon,
-                    silu,
-                },
-                &[x, weight, bias],
-            ) if claims.is_read_by_kernels(i, &readers)
-                || convolutions.contains_key(&(node.operands[0] as usize)) =>
+            (Composite::GroupNorm { .. }, &[x, weight, bias])
+                if claims.is_read_by_kernels(i, &readers)
+                    || convolutions.contains_key(&(node.operands[0] as usize)) =>
             {
-                let norm = image::GroupNorm {
-                    groups: *groups,
-                    epsilon: *epsilon,
-                    silu: *silu,
-                };
-                image::group_norm(b, [x, weight, bias], norm)
+                group_norm::group_norm(b, kind, [x, weight, bias])
             }
             (Composite::UpsampleNearest2x, &[x]) if claims.is_read_by_kernels(i, &readers) => {
                 image::upsample(b, x)

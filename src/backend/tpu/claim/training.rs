@@ -7,6 +7,7 @@ use super::super::Features;
 use super::super::mosaic::LANES;
 use super::attention::{self, Gradients, attention_or_gradient};
 use super::gated::{self, gated};
+use super::group_norm::{self, GroupNorms};
 use super::image;
 use super::layer_norm::{self, LayerNorms};
 use super::trained_convolution::{OfKernel, gradient_of_kernel, images};
@@ -21,6 +22,7 @@ pub fn claims_in_training(
 ) -> bool {
     attention::is_claimed(kind, body, features)
         || gated::is_claimed(kind, body)
+        || group_norm::is_claimed(kind, body, parts)
         || image::is_upsampling(kind, body)
         || layer_norm::is_claimed(kind, body, features, parts)
 }
@@ -28,7 +30,7 @@ pub fn claims_in_training(
 /// The graph of a training step with kernels in place of
 ///
 /// - attention that is not causal, and of its derivative,
-/// - the gated GELU, layer norms that stayed whole, upsampling, and their derivatives,
+/// - the gated GELU, layer and group norms that stayed whole, upsampling, and their derivatives,
 /// - 3x3 convolutions with the bias after them, and of the derivatives of their images, where that pays,
 /// - the derivatives of the kernels of these convolutions,
 /// - products of bf16 that int8 rounds, and 3x3 convolutions: of rows with weights, together with the bias after them, and the gradients of
@@ -64,6 +66,7 @@ fn claim(
     let mut shared_by_calls = rounded::Shared::default();
     let mut gradients = Gradients::of(features);
     let mut norms = LayerNorms::of(graph, &users, features, parts);
+    let mut group_norms = GroupNorms::default();
     graph.substitute(&mut |b, i, copies| {
         if let Some(image) = images.get(&i) {
             return image.call(b, copies).map(Some);
@@ -83,6 +86,9 @@ fn claim(
             }
             Op::Composite { kind, body } if gated::is_claimed(kind, body) => {
                 gated(b, node, kind, copies, parts, features)
+            }
+            Op::Composite { kind, body } if group_norm::is_claimed(kind, body, parts) => {
+                group_norms.claim(b, node, kind, copies)
             }
             Op::Composite { kind, body }
                 if image::is_upsampling(kind, body) && is_split(&node.shape, parts) =>
