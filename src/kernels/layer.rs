@@ -24,6 +24,8 @@ named! {
         AttentionTraining = "attention_training",
         GroupNorm = "group_norm",
         GroupNormSilu = "group_norm_silu",
+        /// A group norm and SiLU with their derivative, as a training step has them.
+        GroupNormSiluTraining = "group_norm_silu_training",
         LayerNorm = "layer_norm",
         GatedGelu = "gated_gelu",
         /// The gated GELU with its derivative, as a training step has it.
@@ -92,7 +94,7 @@ impl Layer {
                 ("size", 64),
             ],
             Layer::CausalAttention => &[("batch", 2), ("tokens", 77), ("heads", 12), ("size", 64)],
-            Layer::GroupNorm | Layer::GroupNormSilu => &[
+            Layer::GroupNorm | Layer::GroupNormSilu | Layer::GroupNormSiluTraining => &[
                 ("batch", 2),
                 ("height", 64),
                 ("width", 64),
@@ -150,6 +152,7 @@ impl Layer {
         matches!(
             self,
             Layer::AttentionTraining
+                | Layer::GroupNormSiluTraining
                 | Layer::GatedGeluTraining
                 | Layer::UpsampleNearest2xTraining
                 | Layer::LinearTraining
@@ -247,11 +250,11 @@ impl Case {
                 nn::attention(&m, qkv, Attention { heads, causal }, precision)?
             }
             (
-                Layer::GroupNorm | Layer::GroupNormSilu,
+                Layer::GroupNorm | Layer::GroupNormSilu | Layer::GroupNormSiluTraining,
                 &[batch, height, width, channels, groups],
             ) => {
                 let x = input("x", &[batch, height, width, channels])?;
-                let silu = self.layer == Layer::GroupNormSilu;
+                let silu = self.layer != Layer::GroupNorm;
                 let norm = GroupNorm {
                     groups,
                     epsilon: 1e-5,

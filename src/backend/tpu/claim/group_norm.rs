@@ -28,10 +28,11 @@ struct Statistics {
     inverse: Tensor,
 }
 
-/// Sums over the pixels of each channel of each image, `f32[batch, groups, channels of a group]`.
+/// Sums over the pixels of each channel of each image, and what else the derivative reads, `f32[batch, groups, channels of a group]`.
 #[derive(Clone, Copy)]
 struct Sums {
     statistics: Statistics,
+    scale_and_shift: [Tensor; 2],
     /// Of the gradient of `x * scale + shift`.
     of_gradient: Tensor,
     /// Of its product with x, less the mean.
@@ -157,8 +158,9 @@ impl GroupNorm {
         [x, weight, bias, gradient]: [Tensor; 4],
         statistics: Statistics,
     ) -> Result<Sums> {
-        let numbers = self.scale_and_shift(b, statistics, [weight, bias])?;
-        let operands = [pixels(b, x)?, pixels(b, gradient)?, rows(b, &numbers)?];
+        let scale_and_shift = self.scale_and_shift(b, statistics, [weight, bias])?;
+        let numbers = rows(b, &scale_and_shift)?;
+        let operands = [pixels(b, x)?, pixels(b, gradient)?, numbers];
         let call = Op::CustomCall(Arc::new(self.gradient(Finds::Sums)));
         let sums = b.push(call, &operands)?;
         let of_gradient = self.of_groups(b, sums, 0)?;
@@ -166,6 +168,7 @@ impl GroupNorm {
         let of_mean = b.mul(mean, of_gradient)?;
         Ok(Sums {
             statistics,
+            scale_and_shift,
             of_gradient,
             of_product: b.sub(self.of_groups(b, sums, TILE)?, of_mean)?,
         })
@@ -176,7 +179,7 @@ impl GroupNorm {
     fn gradient_of_x(
         self,
         b: &Builder,
-        [x, weight, bias, gradient]: [Tensor; 4],
+        [x, weight, _, gradient]: [Tensor; 4],
         sums: Sums,
     ) -> Result<Tensor> {
         let dims = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
@@ -191,7 +194,7 @@ impl GroupNorm {
         let of_product = b.mul(weighted_mean(sums.of_product)?, cube)?;
         let slope = b.neg(of_product)?;
         let offset = b.sub(b.mul(of_product, mean)?, of_gradient)?;
-        let [scale, shift] = self.scale_and_shift(b, sums.statistics, [weight, bias])?;
+        let [scale, shift] = sums.scale_and_shift;
         let [slope, offset] = [slope, offset].map(|of| self.of_channels(b, of, dims[3]));
         let numbers = rows(b, &[scale, shift, slope?, offset?])?;
         let call = Op::CustomCall(Arc::new(self.gradient(Finds::GradientOfX)));
@@ -292,9 +295,12 @@ impl<'g> GroupNorms<'g> {
                 let all = [x, weight, bias, gradient];
                 let sums = match self.sums.get(&node.operands[..]) {
                     Some(sums) => *sums,
-                    None => norm.sums(b, all, statistics)?,
+                    None => {
+                        let sums = norm.sums(b, all, statistics)?;
+                        self.sums.insert(&node.operands, sums);
+                        sums
+                    }
                 };
-                self.sums.insert(&node.operands, sums);
                 let of_channels = match operand {
                     0 => return norm.gradient_of_x(b, all, sums).map(Some),
                     1 => {
