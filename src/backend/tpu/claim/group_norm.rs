@@ -264,7 +264,7 @@ pub(super) struct GroupNorms<'g> {
     /// By the nodes of images.
     statistics: HashMap<u32, (GroupNorm, Statistics)>,
     /// By the operands of derivatives, which give the gradient of one operand each.
-    sums: HashMap<&'g [u32], Sums>,
+    sums: HashMap<&'g [u32], (GroupNorm, Sums)>,
 }
 
 impl<'g> GroupNorms<'g> {
@@ -294,10 +294,10 @@ impl<'g> GroupNorms<'g> {
             (Some(operand), &[x, weight, bias, gradient]) => {
                 let all = [x, weight, bias, gradient];
                 let sums = match self.sums.get(&node.operands[..]) {
-                    Some(sums) => *sums,
-                    None => {
+                    Some((found, sums)) if *found == norm => *sums,
+                    _ => {
                         let sums = norm.sums(b, all, statistics)?;
-                        self.sums.insert(&node.operands, sums);
+                        self.sums.insert(&node.operands, (norm, sums));
                         sums
                     }
                 };
@@ -326,13 +326,13 @@ impl<'g> GroupNorms<'g> {
         copies: &[Tensor],
     ) -> Result<Option<Statistics>> {
         match self.statistics.get(&x) {
-            Some((found, statistics)) if *found == norm => return Ok(Some(*statistics)),
-            _ => {}
+            Some((found, statistics)) if *found == norm => Ok(Some(*statistics)),
+            _ => {
+                let found = norm.statistics(b, copies[x as usize])?;
+                let kept = found.map(|found| (norm, found));
+                self.statistics.extend(kept.map(|kept| (x, kept)));
+                Ok(found)
+            }
         }
-        let found = norm.statistics(b, copies[x as usize])?;
-        if let Some(found) = found {
-            self.statistics.insert(x, (norm, found));
-        }
-        Ok(found)
     }
 }
