@@ -141,6 +141,14 @@ impl Composite {
         }
     }
 
+    /// The layer that this is, or is a [`Composite::Gradient`] of, then with the number of the operand.
+    pub fn layer(&self) -> (&Composite, Option<usize>) {
+        match self {
+            Composite::Gradient { of, operand } => (of, Some(*operand)),
+            layer => (layer, None),
+        }
+    }
+
     /// How many operands of a [`Composite::Gradient`] of this come after its own: its result, if the derivative is computed from
     /// that, and its result's gradient.
     pub fn results_in_gradient(&self) -> usize {

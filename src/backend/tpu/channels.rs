@@ -73,27 +73,10 @@ impl OfChannels {
         };
         let steps = rows / block;
         let mut kernel = Kernel::new(vec![batch, steps], vec![image(sizes, block), result]);
-        let k = &mut kernel;
-        let kept = k.scratch(DType::F32, found);
-        k.when_first(1, |k| {
-            let zeros = k.splat(DType::F32, found, 0.0);
-            k.keep(kept, zeros, [0, 0]);
-        });
-        for part in parts(channels) {
-            let place = |value: usize| [value * TILE, part.start];
-            let size = [TILE, part.len()];
-            let start = (0..self.count()).map(|value| k.kept_part(kept, place(value), size));
-            let start = start.collect();
-            let next = each_tile(k, block, &part, start, |k, found, x, _| {
+        accumulate(&mut kernel, found, steps, |k, part, found| {
+            each_tile(k, block, part, found, |k, found, x, _| {
                 self.joined(k, found, x)
-            });
-            for (value, next) in next.into_iter().enumerate() {
-                k.keep(kept, next, place(value));
-            }
-        }
-        k.when(1, steps - 1, |k| {
-            let found = k.kept(kept);
-            k.store(found, [0, 0]);
+            })
         });
         Some(kernel)
     }
@@ -136,11 +119,7 @@ impl ScaleShift {
         let mut kernel = Kernel::new(vec![batch, rows / block], windows);
         let k = &mut kernel;
         for part in parts(channels) {
-            let [scale, shift] = [0, 1].map(|row| {
-                let row = k.row(row);
-                let row = k.load_part(1, row, 1, part.clone());
-                k.broadcast_row(row, TILE)
-            });
+            let [scale, shift] = [0, 1].map(|number| number_of(k, 1, number, &part));
             each_tile(k, block, &part, Vec::new(), |k, _, x, row| {
                 let y = k.mul(x, scale);
                 let y = k.add(y, shift);
@@ -245,6 +224,47 @@ pub(super) fn block_rows([rows, channels]: [usize; 2], windows: usize) -> Option
 pub(super) fn parts(channels: usize) -> impl Iterator<Item = Range<usize>> {
     let first = (0..channels).step_by(MOST_CHANNELS);
     first.map(move |first| first..channels.min(first + MOST_CHANNELS))
+}
+
+/// Finds values of channels, `size` in all: a tile of rows for each. `body` takes those of some channels that were found before, and gives
+/// them with those of the step; the last of the `steps` stores all.
+pub(super) fn accumulate(
+    k: &mut Kernel,
+    size: [usize; 2],
+    steps: usize,
+    mut body: impl FnMut(&mut Kernel, &Range<usize>, Vec<KernelValue>) -> Vec<KernelValue>,
+) {
+    let [rows, channels] = size;
+    let kept = k.scratch(DType::F32, size);
+    k.when_first(1, |k| {
+        let zeros = k.splat(DType::F32, size, 0.0);
+        k.keep(kept, zeros, [0, 0]);
+    });
+    for part in parts(channels) {
+        let place = |value: usize| [value * TILE, part.start];
+        let of_part = [TILE, part.len()];
+        let before = (0..rows / TILE).map(|value| k.kept_part(kept, place(value), of_part));
+        let before = before.collect();
+        for (value, next) in body(k, &part, before).into_iter().enumerate() {
+            k.keep(kept, next, place(value));
+        }
+    }
+    k.when(1, steps - 1, |k| {
+        let found = k.kept(kept);
+        k.store(found, [0, 0]);
+    });
+}
+
+/// The number in row `number` of a window for each of some channels, for a tile of pixels.
+pub(super) fn number_of(
+    k: &mut Kernel,
+    window: usize,
+    number: usize,
+    part: &Range<usize>,
+) -> KernelValue {
+    let row = k.row(number);
+    let row = k.load_part(window, row, 1, part.clone());
+    k.broadcast_row(row, TILE)
 }
 
 /// Runs `body` for each tile of the first window's block: it takes the carried values, the tile in `f32` and its first

@@ -175,10 +175,11 @@ impl Convolution {
     /// Whether what a block is computed with is soon compiled and simulated.
     fn is_short(&self, block: Block, sizes: Sizes) -> bool {
         let is_of_training = matches!(self.weights, Weights::Places | Weights::Reversed);
-        let of_units = self.features.columns_of_units();
-        let [terms, columns] = [sizes.inputs, block.columns].map(|n| n.div_ceil(of_units));
-        let tiles = (block.image_rows * self.width).div_ceil(TILE_ROWS[1]);
-        let instructions = self.side * self.side * terms * columns * tiles;
+        let pixels = block.image_rows * self.width;
+        let of_place = self
+            .features
+            .instructions(pixels, sizes.inputs, block.columns);
+        let instructions = self.side * self.side * of_place;
         !is_of_training || !self.features.wide_units || instructions <= MOST_INSTRUCTIONS
     }
 

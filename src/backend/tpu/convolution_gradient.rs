@@ -159,12 +159,13 @@ impl ConvolutionGradient {
         block.image_rows * self.width
     }
 
-    /// Instructions of the matrix units in a step: each multiplies a tile of rows with as many terms as columns.
+    /// Instructions of the matrix units in a step.
     fn instructions(&self, block: Block, sizes: Sizes) -> usize {
-        let tiles = sizes.outputs.div_ceil(TILE_ROWS[1]);
-        let of_units = self.features.columns_of_units();
-        let [pixels, columns] = [self.pixels(block), block.columns].map(|n| n.div_ceil(of_units));
-        SIDE * SIDE * tiles * pixels * columns
+        let pixels = self.pixels(block);
+        SIDE * SIDE
+            * self
+                .features
+                .instructions(sizes.outputs, pixels, block.columns)
     }
 
     /// Bytes of the core's memory: windows, scratch, and the product that is added to the sums with copies of its operands.

@@ -8,7 +8,7 @@ use crate::graph::{Batch, InferError};
 use crate::shape::Shape;
 
 use super::call::{KernelCall, refused};
-use super::channels::{TILE, block_rows, each_tile, image, logistic, parts};
+use super::channels::{TILE, accumulate, block_rows, each_tile, image, logistic, number_of, parts};
 use super::mosaic::{Kernel, Place, Value as KernelValue, Window};
 
 /// The windows of the gradient of the norm, and of numbers for each channel.
@@ -90,29 +90,13 @@ impl GroupNormGradient {
     }
 
     fn add(self, k: &mut Kernel, block: usize, steps: usize, channels: usize) {
-        let all = [2 * TILE, channels];
-        let kept = k.scratch(DType::F32, all);
-        k.when_first(1, |k| {
-            let zeros = k.splat(DType::F32, all, 0.0);
-            k.keep(kept, zeros, [0, 0]);
-        });
-        for part in parts(channels) {
-            let numbers = self.numbers_of(k, &part);
-            let place = |sum: usize| [sum * TILE, part.start];
-            let size = [TILE, part.len()];
-            let before = [0, 1].map(|sum| k.kept_part(kept, place(sum), size));
-            let sums = each_tile(k, block, &part, before.to_vec(), |k, sums, x, row| {
-                let gradient = self.gradient_of_norm(k, &part, x, row, &numbers);
+        accumulate(k, [2 * TILE, channels], steps, |k, part, before| {
+            let numbers = self.numbers_of(k, part);
+            each_tile(k, block, part, before, |k, sums, x, row| {
+                let gradient = self.gradient_of_norm(k, part, x, row, &numbers);
                 let product = k.mul(gradient, x);
                 vec![k.add(sums[0], gradient), k.add(sums[1], product)]
-            });
-            for (sum, value) in sums.into_iter().enumerate() {
-                k.keep(kept, value, place(sum));
-            }
-        }
-        k.when(1, steps - 1, |k| {
-            let found = k.kept(kept);
-            k.store(found, [0, 0]);
+            })
         });
     }
 
@@ -137,12 +121,10 @@ impl GroupNormGradient {
 
     /// The numbers of some channels, each for a tile of pixels.
     fn numbers_of(self, k: &mut Kernel, part: &Range<usize>) -> Vec<KernelValue> {
-        let numbers = (0..self.numbers()).map(|number| {
-            let row = k.row(number);
-            let row = k.load_part(OF_CHANNELS, row, 1, part.clone());
-            k.broadcast_row(row, TILE)
-        });
-        numbers.collect()
+        let numbers = 0..self.numbers();
+        numbers
+            .map(|number| number_of(k, OF_CHANNELS, number, part))
+            .collect()
     }
 
     /// The gradient of `x * scale + shift` of a tile: that of the norm, times the derivative of SiLU, which reads what it is of in bf16.

@@ -49,6 +49,8 @@ use crate::shape::Shape;
 
 use mosaic::LANES;
 
+/// Rows of a tile of 32 bits.
+const TILE_ROWS: usize = 8;
 /// Rows of a tile of bfloat16.
 const NARROW_TILE_ROWS: usize = 16;
 
@@ -101,6 +103,13 @@ impl Features {
             true => 256,
             false => 128,
         }
+    }
+
+    /// Instructions of the matrix units for a product of so many rows, terms and columns: each multiplies a tile of rows with as many
+    /// terms as columns.
+    fn instructions(self, rows: usize, terms: usize, columns: usize) -> usize {
+        let [terms, columns] = [terms, columns].map(|n| n.div_ceil(self.columns_of_units()));
+        rows.div_ceil(TILE_ROWS) * terms * columns
     }
 
     /// `columns`, in blocks of which each is filled up to whole columns of the matrix units: they multiply these in any case.

@@ -15,12 +15,9 @@ use super::super::kernel::{Gradient, Kernel, call};
 /// norms, and gated GELU.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     let shapes: Vec<_> = body.inputs.iter().map(|input| &input.shape).collect();
-    let (layer, operands) = match kind {
-        Composite::Gradient { of, .. } => {
-            (&**of, shapes.len().saturating_sub(of.results_in_gradient()))
-        }
-        layer => (layer, shapes.len()),
-    };
+    let (layer, of_operand) = kind.layer();
+    let results = of_operand.map_or(0, |_| layer.results_in_gradient());
+    let operands = shapes.len().saturating_sub(results);
     let fits = layer.has_gradient(operands)
         && shapes[0].dtype == DType::BF16
         && match layer {
@@ -30,9 +27,8 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
             _ => true,
         };
     let results = body.outputs.iter().map(|y| &body.nodes[y.node as usize]);
-    let is_layer = std::ptr::eq(layer, kind);
     fits && shapes.iter().all(|shape| shape.count() > 0)
-        && (!is_layer || results.into_iter().all(|y| y.shape.dtype == DType::BF16))
+        && (of_operand.is_some() || results.into_iter().all(|y| y.shape.dtype == DType::BF16))
         && !has_quantized_products(body)
 }
 

@@ -74,11 +74,7 @@ pub(super) fn attention_or_gradient<'g>(
 /// Whether [`super::claim_training`] may take a composite: attention whose products are not quantized and that the kernels compute
 /// faster, and its derivative.
 pub(super) fn is_claimed(kind: &Composite, body: &Graph, features: Features) -> bool {
-    let is_attention = match kind {
-        Composite::Attention { causal: false } => true,
-        Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),
-        _ => false,
-    };
+    let is_attention = matches!(kind.layer().0, Composite::Attention { causal: false });
     is_attention && is_faster_in_training(body, features) && !has_quantized_products(body)
 }
 

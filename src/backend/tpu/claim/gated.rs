@@ -10,11 +10,7 @@ use super::{Result, is_split};
 /// Whether [`super::claim_training`] may take a composite: the gated GELU of bf16 rows that make whole tiles, and its derivative. What
 /// stays whole and is not taken after all may keep equal blocks from being a loop.
 pub(super) fn is_claimed(kind: &Composite, body: &Graph) -> bool {
-    let is_gated = match kind {
-        Composite::GatedGelu => true,
-        Composite::Gradient { of, .. } => matches!(**of, Composite::GatedGelu),
-        _ => false,
-    };
+    let is_gated = matches!(kind.layer().0, Composite::GatedGelu);
     let x = body.inputs.first().map(|input| &input.shape);
     is_gated && x.is_some_and(GatedGelu::takes)
 }
@@ -30,7 +26,7 @@ pub(super) fn gated(
 ) -> Result<Option<Tensor>> {
     let copy = |id: u32| copies[id as usize];
     let kernel = GatedGelu {
-        derivative: matches!(kind, Composite::Gradient { .. }),
+        derivative: kind.layer().1.is_some(),
         memory: features.kernel_memory,
     };
     let x = b.shape(copy(node.operands[0]));

@@ -10,7 +10,7 @@ use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
 use super::super::channels::TILE;
 use super::super::group_norm::{Finds, GroupNormGradient};
 use super::super::{OfChannels, ScaleShift};
-use super::image::{of_bf16, of_channels};
+use super::image::{of_bf16, of_channels, pixels};
 use super::{Result, is_split};
 
 /// The attributes of a group norm.
@@ -42,15 +42,12 @@ struct Sums {
 impl GroupNorm {
     /// What a composite is, if a group norm, and of which of its operands the gradient, if that.
     fn of(kind: &Composite) -> Option<(GroupNorm, Option<usize>)> {
-        let (kind, operand) = match kind {
-            Composite::Gradient { of, operand } => (&**of, Some(*operand)),
-            kind => (kind, None),
-        };
+        let (layer, operand) = kind.layer();
         let Composite::GroupNorm {
             groups,
             epsilon,
             silu,
-        } = *kind
+        } = *layer
         else {
             return None;
         };
@@ -201,12 +198,6 @@ impl GroupNorm {
         let operands = [pixels(b, x)?, pixels(b, gradient)?, numbers];
         b.reshape(b.push(call, &operands)?, &dims)
     }
-}
-
-/// An image as rows of channels.
-fn pixels(b: &Builder, x: Tensor) -> Result<Tensor> {
-    let [batch, height, width, channels] = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
-    b.reshape(x, &[batch, height * width, channels])
 }
 
 /// Numbers of channels by group, one row below the other: `f32[batch, count, channels]`.

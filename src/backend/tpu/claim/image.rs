@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Graph, Op, Reduction, Tensor, TensorFormat};
+use crate::graph::{Builder, Composite, Graph, Node, Op, Reduction, Tensor, TensorFormat};
 use crate::quant::scale_of;
 
 use super::super::{OfChannels, SideBySide, Upsample};
-use super::Result;
+use super::{Result, is_split};
 
 /// The scales of the images `x` in `format`; `None` where no kernel finds their largest magnitudes.
 pub(super) fn scale_of_images(
@@ -38,20 +38,19 @@ pub(super) fn upsample(b: &Builder, x: Tensor) -> Result<Option<Tensor>> {
     if !kernel.fits(channels) || height == 0 {
         return Ok(None);
     }
-    let pixels = b.reshape(x, &[batch, height * width, channels])?;
-    let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels])?;
-    b.reshape(y, &[batch, 2 * height, 2 * width, channels])
-        .map(Some)
+    let dims = [batch, 2 * height, 2 * width, channels];
+    upsampled(b, kernel, x, &dims).map(Some)
+}
+
+/// What the kernel makes of an image, of the dimensions `dims`.
+fn upsampled(b: &Builder, kernel: Upsample, x: Tensor, dims: &[usize]) -> Result<Tensor> {
+    let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels(b, x)?])?;
+    b.reshape(y, dims)
 }
 
 /// Whether [`super::claim_training`] may take a composite: the upsampling of an image in bf16 whose rows make whole tiles, and its
 /// derivative.
 pub(super) fn is_upsampling(kind: &Composite, body: &Graph) -> bool {
-    let is_upsampling = match kind {
-        Composite::UpsampleNearest2x => true,
-        Composite::Gradient { of, .. } => matches!(**of, Composite::UpsampleNearest2x),
-        _ => false,
-    };
     let Some(x) = body.inputs.first().map(|input| &input.shape) else {
         return false;
     };
@@ -59,19 +58,33 @@ pub(super) fn is_upsampling(kind: &Composite, body: &Graph) -> bool {
         return false;
     };
     let fits = [false, true].map(|derivative| Upsample { width, derivative }.fits(channels));
-    is_upsampling && x.dtype == DType::BF16 && height > 0 && fits == [true; 2]
+    matches!(kind.layer().0, Composite::UpsampleNearest2x)
+        && x.dtype == DType::BF16
+        && height > 0
+        && fits == [true; 2]
 }
 
-/// The gradient of an image, of the dimensions `dims`, from that of the image with every pixel twice in both directions.
-pub(super) fn upsampling_gradient(b: &Builder, gradient: Tensor, dims: &[usize]) -> Result<Tensor> {
-    let [batch, height, width, channels] = [0, 1, 2, 3].map(|d| dims[d]);
+/// The kernel of what [`is_upsampling`] says yes to, where the devices compute `parts` parts of the batch; `None` where there is none.
+pub(super) fn upsampling(
+    b: &Builder,
+    node: &Node,
+    kind: &Composite,
+    copies: &[Tensor],
+    parts: usize,
+) -> Result<Option<Tensor>> {
+    // The image, or of the derivative the gradient of the doubled one.
+    let x = node.operands.last().map(|id| copies[*id as usize]);
+    let Some(x) = x.filter(|_| is_split(&node.shape, parts)) else {
+        return Ok(None);
+    };
+    if kind.layer().1.is_none() {
+        return upsample(b, x);
+    }
     let kernel = Upsample {
-        width,
+        width: node.shape.dims[2],
         derivative: true,
     };
-    let pixels = b.reshape(gradient, &[batch, 4 * height * width, channels])?;
-    let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels])?;
-    b.reshape(y, dims)
+    upsampled(b, kernel, x, &node.shape.dims).map(Some)
 }
 
 /// The images `a` and `c` along dimension `dim`; `None` where the kernel does not take them: channels alone, the first of
@@ -81,12 +94,10 @@ pub(super) fn concatenate(b: &Builder, images: [Tensor; 2], dim: usize) -> Resul
         return Ok(None);
     };
     let [batch, height, width, channels] = first;
-    let pixels = height * width;
-    if dim != 3 || !SideBySide::fits(pixels, [channels, second[3]]) {
+    if dim != 3 || !SideBySide::fits(height * width, [channels, second[3]]) {
         return Ok(None);
     }
-    let image = |x: Tensor, channels: usize| b.reshape(x, &[batch, pixels, channels]);
-    let operands = [image(images[0], channels)?, image(images[1], second[3])?];
+    let operands = [pixels(b, images[0])?, pixels(b, images[1])?];
     let y = b.push(Op::CustomCall(Arc::new(SideBySide)), &operands)?;
     b.reshape(y, &[batch, height, width, channels + second[3]])
         .map(Some)
@@ -102,12 +113,18 @@ pub(super) fn of_bf16(b: &Builder, x: Tensor) -> Option<[usize; 4]> {
 pub(super) fn of_channels(
     b: &Builder,
     x: Tensor,
-    [batch, height, width, channels]: [usize; 4],
+    [_, height, width, channels]: [usize; 4],
     found: OfChannels,
 ) -> Result<Option<Tensor>> {
     if !OfChannels::fits(height * width, channels) {
         return Ok(None);
     }
-    let x = b.reshape(x, &[batch, height * width, channels])?;
-    b.push(Op::CustomCall(Arc::new(found)), &[x]).map(Some)
+    b.push(Op::CustomCall(Arc::new(found)), &[pixels(b, x)?])
+        .map(Some)
+}
+
+/// An image as rows of channels.
+pub(super) fn pixels(b: &Builder, x: Tensor) -> Result<Tensor> {
+    let [batch, height, width, channels] = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
+    b.reshape(x, &[batch, height * width, channels])
 }

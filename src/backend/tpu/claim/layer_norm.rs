@@ -199,26 +199,21 @@ fn of_norm(node: &Node) -> Option<(f64, Finds)> {
     let Op::Composite { kind, .. } = &node.op else {
         return None;
     };
-    match kind {
-        Composite::LayerNorm { epsilon } => Some((*epsilon, Finds::Norm)),
-        Composite::Gradient { of, operand } => match (&**of, operand) {
-            (Composite::LayerNorm { epsilon }, 0) => {
-                Some((*epsilon, Finds::GradientOfX { added: false }))
-            }
-            (Composite::LayerNorm { epsilon }, _) => Some((*epsilon, Finds::GradientsOfWeights)),
-            _ => None,
-        },
-        _ => None,
-    }
+    let (Composite::LayerNorm { epsilon }, operand) = kind.layer() else {
+        return None;
+    };
+    let finds = match operand {
+        None => Finds::Norm,
+        Some(0) => Finds::GradientOfX { added: false },
+        Some(_) => Finds::GradientsOfWeights,
+    };
+    Some((*epsilon, finds))
 }
 
 /// Of which operand a node is the gradient.
 fn operand_of_gradient(node: &Node) -> Option<usize> {
     match &node.op {
-        Op::Composite {
-            kind: Composite::Gradient { operand, .. },
-            ..
-        } => Some(*operand),
+        Op::Composite { kind, .. } => kind.layer().1,
         _ => None,
     }
 }

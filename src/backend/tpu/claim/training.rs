@@ -90,17 +90,8 @@ fn claim(
             Op::Composite { kind, body } if group_norm::is_claimed(kind, body, parts) => {
                 group_norms.claim(b, node, kind, copies)
             }
-            Op::Composite { kind, body }
-                if image::is_upsampling(kind, body) && is_split(&node.shape, parts) =>
-            {
-                let last = node.operands.last().map(|id| copies[*id as usize]);
-                match (kind, last) {
-                    (Composite::UpsampleNearest2x, Some(x)) => image::upsample(b, x),
-                    (_, Some(gradient)) => {
-                        image::upsampling_gradient(b, gradient, &node.shape.dims).map(Some)
-                    }
-                    _ => Ok(None),
-                }
+            Op::Composite { kind, body } if image::is_upsampling(kind, body) => {
+                image::upsampling(b, node, kind, copies, parts)
             }
             Op::Composite { .. } | Op::Binary(Binary::Add) => norms.claim(b, i, copies),
             Op::Convolution { dims, .. } => {
